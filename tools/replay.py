@@ -256,7 +256,11 @@ def _replay(rejected: RejectedBatch, config: TrainConfig, world: World) -> Repla
     )
     critic = None
     if config.algorithm.critic:
-        critic = Critic(_role("critic", "scalar", config, world, topology, facts, history.warmed), algorithm)
+        critic = Critic(
+            _role("critic", "scalar", config, world, topology, facts, history.warmed),
+            algorithm,
+            config.runtime.micro_batch_tokens,
+        )
     figures, breach = _update(rejected, experience, actor, critic, config, world)
     return Replayed(figures, facts.figures, breach)
 

@@ -217,14 +217,14 @@ class ListenWorker(ChunkDecoder):
         return chunk
 
 
-def share(values: Tensor | None, size: int, source: int, device: torch.device) -> Tensor:
-    """Broadcast `size` float64 numbers from rank `source`; other ranks pass None."""
+def share(values: Tensor | None, size: int, source: int, device: torch.device, group: dist.ProcessGroup | None = None) -> Tensor:
+    """Broadcast `size` float64 numbers from rank `source` (to `group`: default all); other ranks pass None."""
     vector = torch.empty(size, dtype=torch.float64, device=device)
     if dist.get_rank() == source:
         assert values is not None and values.numel() == size
         vector.copy_(on_device(values, device))
     if dist.get_world_size() > 1:
-        dist.broadcast(vector, source)
+        dist.broadcast(vector, source, group=group)
     return vector
 
 

@@ -19,6 +19,7 @@ from oppo_megatron.layout.placements import (
     named_roles,
     parse_ranks,
     role_placements,
+    round_placements,
     training_placements,
     world_size,
 )
@@ -63,7 +64,7 @@ def check_layouts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]
     config = config.model_copy(update=without)  # so that their other problems can be reported
     problems += [*_check_scorers(config), *_check_pools(config, shapes), *_check_counts(config, shapes)]
     serving = role_placements(config)
-    for name, placement in serving.items():
+    for name, placement in round_placements(config).items():
         problems += serving_problems(config, name, placement, shapes.get(name))
     for name, placement in training_placements(config).items():
         problems += training_problems(config, name, placement, serving[name], shapes.get(name))

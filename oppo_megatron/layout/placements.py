@@ -66,6 +66,16 @@ def role_placements(config: TrainConfig) -> dict[str, RolePlacement]:
     return {"actor": actor} | {name: _placement(role, with_actor.get(name, pool["scorer"])) for name, role in scorers.items()}
 
 
+def round_placements(config: TrainConfig) -> dict[str, RolePlacement]:
+    """Return placements of the roles that take part in rounds, which a critic does not if its ranks only train."""
+    found = role_placements(config)
+    others = {rank for name, placement in found.items() if name != "critic" for rank in placement.ranks}
+    trainers = set(training_placements(config)["actor"].ranks)
+    if "critic" in found and trainers.isdisjoint(others) and trainers.issuperset(found["critic"].ranks):
+        del found["critic"]
+    return found
+
+
 def training_placements(config: TrainConfig) -> dict[str, RolePlacement]:
     pool, found = pools(config), dict[str, RolePlacement]()
     for name, role in config.trained.items():
@@ -80,7 +90,7 @@ def training_placements(config: TrainConfig) -> dict[str, RolePlacement]:
 
 def trains_apart(config: TrainConfig) -> bool:
     """True if no rank both trains the actor and decodes or scores."""
-    held = {rank for placement in role_placements(config).values() for rank in placement.ranks}
+    held = {rank for placement in round_placements(config).values() for rank in placement.ranks}
     return held.isdisjoint(training_placements(config)["actor"].ranks)
 
 

@@ -37,6 +37,7 @@ from oppo_megatron.layout.placements import (
     has_own_training_weights,
     named_roles,
     role_placements,
+    round_placements,
     shares_weights,
     training_placements,
     trains_apart,
@@ -271,6 +272,8 @@ def role_holdings(
     for at, rank in _coords_of(training):
         memory, layers = updates[at.stage], stage_layers(model.shape, training.pp, at.stage, train.vpp)
         trained.append(Holding(rank, f"{name}.train", at, sizes, layers, memory, update, {"update": memory.activations}))
+    if name not in round_placements(config):
+        return trained
     if has_own_training_weights(serving, training, train.vpp):
         return [*served, *trained]
     one_model = is_one_model(train)

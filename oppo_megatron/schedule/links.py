@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from oppo_megatron.cores import CONNECTIONS, MOST_CONNECTIONS
-from oppo_megatron.layout.placements import ALONE, GroupName, RolePlacement, group_name, model_groups
+from oppo_megatron.layout.placements import ALONE, GroupName, RolePlacement, group_name, model_groups, scorers_leader
 from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.rounds import Site
 
@@ -70,19 +70,31 @@ def in_waves(links: Sequence[Link]) -> list[tuple[Link, ...]]:
 
 WEIGHTS, READY = "actor.weights", "actor.ready"
 """Groups of ranks that decode or train the actor, if those differ: for its weights, and, on CPUs, for news of them."""
+JUDGING, VERDICTS = "judging", "verdicts"
+"""Groups, on CPUs, of the ranks that take part in rounds, and of their leader and the ranks that only train."""
 
 
-def run_groups(placements: Mapping[str, RolePlacement], trained: Mapping[str, RolePlacement]) -> list[GroupName]:
-    """List a run's groups in creation order, without the world's."""
+def run_groups(
+    placements: Mapping[str, RolePlacement], trained: Mapping[str, RolePlacement], *, relays: bool = False
+) -> list[GroupName]:
+    """List a run's groups in creation order, without the world's.  `relays`: of verdicts to ranks that only train."""
     site = Site.of(placements, trained)
     world = tuple(range(1 + max(site.ranks)))
     found = dict.fromkeys(group_name(ALONE, (rank,)) for rank in world)
-    for role, placement in [*placements.items(), *((r, p) for r, p in trained.items() if p != placements[r])]:
+    for role, placement in [*placements.items(), *((r, p) for r, p in trained.items() if p != placements.get(r))]:
         found |= dict.fromkeys(name for _, name in model_groups(placement.ranks, placement.tp, placement.pp, role))
     if "actor" in trained and (moved := moving(placements["actor"], trained["actor"])):
         found |= dict.fromkeys((GroupName(WEIGHTS, moved), GroupName(READY, moved)))
+    if relays:
+        found |= dict.fromkeys(relaying(site))
     lanes = [GroupName(lane.label, lane.ranks) for lane in lanes_of(site)]
     return [*found, *lanes, GroupName("checkpoints", world)]
+
+
+def relaying(site: Site) -> list[GroupName]:
+    """Name the groups of JUDGING and VERDICTS."""
+    inside, leader = tuple(rank for rank in site.ranks if rank not in site.followers), scorers_leader(site.placements)
+    return [GroupName(JUDGING, inside), GroupName(VERDICTS, (leader, *site.followers))]
 
 
 def moving(serving: RolePlacement, training: RolePlacement) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from oppo_megatron.config.derived import batch_rows, max_context, members
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.placements import role_placements, training_placements
+from oppo_megatron.layout.placements import round_placements, training_placements
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.actions import Action, Op, Schedule
 from oppo_megatron.schedule.checking.checker import Fault
@@ -49,7 +49,7 @@ def preview(
             f"prompts of {length} tokens: they have 1 to data.max_prompt_tokens = {config.data.max_prompt_tokens}; "
             "give a number of these"
         )
-    site = Site.of(role_placements(config), training_placements(config))
+    site = Site.of(round_placements(config), training_placements(config))
     chosen = generator or round_generator(config.overlap, site)
     rounds = _rounds(config, site, chosen, length, costs, transport)
     if not 1 <= number <= len(rounds):

@@ -6,7 +6,7 @@ Legend: T response tokens of a batch (packed), R rows of a micro-batch (its toke
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -158,26 +158,15 @@ class Actor:
         return found, columns
 
     def _under_start(self, batch: Sequence[Rollout], settings: UpdateSettings) -> BegunUpdate:
-        """Log-probs under the initial weights; replicas divide the rows."""
-        trained, groups = self.role.trained, self._groups
-        rows = balance([r.num_tokens for r in batch], groups.dp)[groups.dp_rank]
-        prompts, responses = [batch[i].prompt.tokens for i in rows], [batch[i].tokens for i in rows]
+        """Log-probs under the initial weights."""
 
         def logprobs(micro: MicroBatch, output: Tensor) -> Tensor:
             logp_R, _ = token_logprobs(output, micro.targets_R, self._vocab, self.temperature)
             return torch.stack([logp_R, largest_logits(output, self._vocab)], -1)
 
-        micros = pack_responses(prompts, responses, settings.micro_batch_tokens, settings.device)
-        outputs = forward_rows(trained.chunks, micros, logprobs)
-        mine = join_rows(outputs, [len(tokens) for tokens in responses], micros) if outputs else None
-        if not groups.is_last_stage:
+        found_T2 = forward_batch(self.role, batch, settings.micro_batch_tokens, logprobs)
+        if found_T2 is None:
             return BegunUpdate()
-        lengths_B = torch.tensor([len(r.tokens) for r in batch])
-        found_T2 = torch.zeros(int(lengths_B.sum()), 2, device=settings.device)
-        if mine is not None:
-            found_T2[on_device(tokens_of_rows(lengths_B, rows), settings.device)] = mine
-        if groups.dp > 1:
-            dist.all_reduce(found_T2, group=groups.collection.dp)  # each is 0 on all replicas but one
         logp_T, largest_T = found_T2.unbind(-1)
         drawn_T = on_device([x for r in batch for x in r.logprobs], settings.device, torch.float32)
         gap = gap_stats(logp_T - drawn_T, largest_T, fresh_tokens(batch, settings), self.gap_limit)
@@ -208,6 +197,29 @@ class Actor:
         }
 
 
+def forward_batch(
+    role: TrainedRole, batch: Sequence[Rollout], budget: int, finish: Callable[[MicroBatch, Tensor], Tensor]
+) -> Tensor | None:
+    """Return finish(micro-batch, output) of all response tokens, [T, ...], on the last stage; replicas divide the rows.
+
+    `budget`: tokens of a micro-batch.
+    """
+    groups, device = role.trained.model.groups, next(role.trained.model.parameters()).device
+    rows = balance([r.num_tokens for r in batch], groups.dp)[groups.dp_rank]
+    prompts, responses = [batch[i].prompt.tokens for i in rows], [batch[i].tokens for i in rows]
+    micros = pack_responses(prompts, responses, budget, device)
+    outputs = forward_rows(role.trained.chunks, micros, finish)
+    if not groups.is_last_stage:
+        return None
+    mine = join_rows(outputs, [len(tokens) for tokens in responses], micros)
+    lengths_B = torch.tensor([len(r.tokens) for r in batch])
+    found_T = torch.zeros(int(lengths_B.sum()), *mine.shape[1:], device=device)
+    found_T[on_device(tokens_of_rows(lengths_B, rows), device)] = mine
+    if groups.dp > 1:
+        dist.all_reduce(found_T, group=groups.collection.dp)  # each is 0 on all replicas but one
+    return found_T
+
+
 def fresh_tokens(batch: Sequence[Rollout], settings: UpdateSettings) -> Tensor:
     """[T]: 1 for tokens decoded with the update's initial weights, cache included."""
     flags = [float(version == settings.version) for rollout in batch for version in rollout.versions]
@@ -223,7 +235,12 @@ class Critic:
 
     role: TrainedRole
     algorithm: Algorithm
+    micro_batch_tokens: int
     stats: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CRITIC_STATS, 0.0))
+
+    def values(self, batch: Sequence[Rollout]) -> Tensor | None:
+        """Return values [T] of whole responses, on the last stage, for a critic whose ranks only train."""
+        return forward_batch(self.role, batch, self.micro_batch_tokens, lambda _, output: output.float())
 
     def update(self, batch: Sequence[Rollout], experience: Experience, settings: UpdateSettings) -> dict[str, float]:
         """Train value epochs.  After a NumericsError `stats` are NaN."""

@@ -16,7 +16,7 @@ from oppo_megatron.cluster.world import World, choose_device, open_world
 from oppo_megatron.config.derived import describe_batch
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import EXIT_AGAIN, EXIT_REQUEUE
-from oppo_megatron.layout.placements import named_roles, role_placements, scorers_leader
+from oppo_megatron.layout.placements import named_roles, round_placements, scorers_leader
 from oppo_megatron.mcore.cpu import require_private_ops
 from oppo_megatron.mcore.device import memory_for
 from oppo_megatron.overcommit.ahead import NEW_RUN
@@ -77,7 +77,7 @@ def run_ppo(config: TrainConfig, world: World, inputs: Inputs, preemption: Preem
 
 def _without_refused(config: TrainConfig, world: World, inputs: Inputs, *, resumed: bool) -> Inputs:
     """Set aside rows whose expected answers cannot be compared.  Collective: the rank that will score responses tries them."""
-    placements, before, refused = role_placements(config), RunDirectory(config.run_dir).quarantine, list[Any]()
+    placements, before, refused = round_placements(config), RunDirectory(config.run_dir).quarantine, list[Any]()
 
     def tell(line: str) -> None:
         world.activity.beat()

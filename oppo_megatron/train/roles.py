@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,14 +15,14 @@ from oppo_megatron.config.model import TrainedRoleConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.executor import Links, build_links
 from oppo_megatron.layout.hf_layout import Head
-from oppo_megatron.layout.placements import RolePlacement, role_placements, training_placements
+from oppo_megatron.layout.placements import RolePlacement, round_placements, training_placements
 from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.roles import load_role, load_training
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.mcore.weights.weight_sync import Across, MoveReport, Reallocation
-from oppo_megatron.schedule.links import READY, WEIGHTS, moving
+from oppo_megatron.schedule.links import READY, WEIGHTS, moving, relaying
 from oppo_megatron.schedule.rounds import Site
 
 
@@ -95,10 +95,21 @@ def build_trained_role(
     own_serving = None if groups is None else load_role(config, groups, path="module", **both).requires_grad_(False)
     chunks = [] if training is None else load_training(config, layout, training, **both)
     trained = TrainedModel(chunks, config.optimizer, num_updates, layout) if chunks else None
-    built = TrainedRole(trained, own_serving, Reallocation(chunks, own_serving, across=across))
+    moves = own_serving is not None or across is not None
+    built = TrainedRole(trained, own_serving, Reallocation(chunks, own_serving, across=across) if moves else None)
     if own_serving is not None:  # only now: otherwise decoding would keep the weights that a shared model replaces
         own_serving.decode_by("packed")
     return built
+
+
+class Relay(NamedTuple):
+    """Groups on CPUs by which a filter's verdicts reach ranks that only train, for which nobody waits (None: not a member).
+
+    `judging`: of the ranks that take part in rounds; `verdicts`: of their leader and the ranks that only train.
+    """
+
+    judging: dist.ProcessGroup | None
+    verdicts: dist.ProcessGroup | None
 
 
 @dataclass(frozen=True)
@@ -111,15 +122,21 @@ class Topology:
     training: dict[str, RoleGroups | None]
     links: Links
     across: Across | None  # the actor's way to decode, if it is trained on other ranks
+    relay: Relay | None
+
+    @property
+    def valuing(self) -> RolePlacement | None:
+        """The critic's placement if its ranks only train."""
+        return None if "critic" in self.site.placements else self.training_placements.get("critic")
 
 
 def build_topology(config: TrainConfig, device: torch.device) -> Topology:
     """Create all process groups and links (`schedule/links.py`), and use each once."""
     trained, shared = training_placements(config), SharedGroups()
-    site = Site.of(role_placements(config), trained)
+    site = Site.of(round_placements(config), trained)
     groups = {name: build_groups(p.ranks, p.tp, p.pp, name, shared) for name, p in site.placements.items()}
     training = {
-        name: groups[name] if p == site.placements[name] else build_groups(p.ranks, p.tp, p.pp, name, shared)
+        name: groups[name] if p == site.placements.get(name) else build_groups(p.ranks, p.tp, p.pp, name, shared)
         for name, p in trained.items()
     }
     across, serving = None, site.placements["actor"]
@@ -128,14 +145,20 @@ def build_topology(config: TrainConfig, device: torch.device) -> Topology:
         stages, continuous = trained["actor"].pp * config.actor.train.vpp, config.overlap.continuous
         staged = continuous is not None and continuous.install == "staged"
         across = Across(trained["actor"], serving, stages, group, ready, staged)
+    relay = None
+    if config.filter is not None and config.overlap.continuous is not None and site.followers:
+        made = [(name.ranks, new_group(name.ranks, name.label, backend="gloo")) for name in relaying(site)]
+        relay = Relay(*(group if dist.get_rank() in ranks else None for ranks, group in made))
     links = build_links(site)
     own = dict.fromkeys(group for role in (*groups.values(), *training.values()) if role for group in role.made)
     use_once([None, *own], device)
     if across is not None and dist.get_rank() in moved:
         use_once([across.group], device)
         use_once([across.ready], torch.device("cpu"))
+    if relay is not None:
+        use_once([group for group in relay if group is not None], torch.device("cpu"))
     links.use_once(device)
     for name, role in training.items():
         if role is not None and config.trained[name].train.vpp > 1:
             use_ring_once(role.collection.pp, device)
-    return Topology(site, trained, groups, training, links, across)
+    return Topology(site, trained, groups, training, links, across, relay)

@@ -20,6 +20,7 @@ from oppo_megatron.algorithms.experience import GreedyRows, ScoredBatch
 from oppo_megatron.algorithms.supervised_losses import response_scores, step_scores
 from oppo_megatron.cluster.activity import Activity
 from oppo_megatron.cluster.liveness.failures import noted
+from oppo_megatron.cluster.process_groups import waiting_for
 from oppo_megatron.config.rewards import RewardPart
 from oppo_megatron.data.tokenizer import Tokenizer
 from oppo_megatron.engine.round_runner import RoundRunner
@@ -31,6 +32,7 @@ from oppo_megatron.rewards.functions import NOTHING_KNOWN, NonFiniteRewardError,
 from oppo_megatron.rewards.protocol import ScoreItem
 from oppo_megatron.token_text import StepEnds
 from oppo_megatron.train.actor import CRITIC_STATS, Critic
+from oppo_megatron.train.roles import Relay
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,10 @@ class ScoreReport:
 
 @dataclass
 class ScoreExchange:
-    """Shares scores with every rank, once per step (collective).  `refusal`: why a reward is NaN (on the scorers' first rank)."""
+    """Shares scores with every rank, once per step (collective).  `refusal`: why a reward is NaN (on the scorers' first rank).
+
+    `valuing`: a critic whose ranks only train; it values whole responses.
+    """
 
     rank: int
     device: torch.device
@@ -94,11 +99,14 @@ class ScoreExchange:
     activity: Activity = field(default_factory=Activity)
     members: Members = ALONE
     critic: Critic | None = None
+    valuing: RolePlacement | None = None
+    relay: Relay | None = None
     steps: StepRewards | None = None
     refusal: str | None = None
 
     def __post_init__(self) -> None:
         self._leader = scorers_leader(self.placements)
+        self._on_its_way: list[tuple[Tensor, dist.Work]] = []  # verdicts
 
     def gather(
         self, batch: Sequence[Rollout], rounds: RoundRunner, seconds: Mapping[str, float], work: Sequence[float],
@@ -114,6 +122,11 @@ class ScoreExchange:
             self._share(role, trained, sizes, rounds).float() if role in self.placements else None
             for role in ("reference", "critic")
         )
+        if self.valuing is not None:
+            with self.activity.doing("values of the batch"):
+                mine = None if self.critic is None else self.critic.values(trained)
+            source = self.valuing.output_rank()
+            values_T = self.shared("values", mine if self.rank == source else None, sum(sizes), source).float()
         model_N, step_rewards_T = self._model_scores(batch, rounds)
         totals_N, parts = self._rewards(batch, model_N, known)
         scores_B, greedy = totals_N.float(), None
@@ -162,16 +175,27 @@ class ScoreExchange:
         yield from (drawn[rollout.seq_id] for rollout in rollouts)
 
     def judge(self, rollouts: Sequence[Rollout], rounds: RoundRunner, labels: Sequence[str]) -> list[list[float]]:
-        """Wait for the reward parts `labels` of finished rollouts."""
+        """Wait for the reward parts `labels` of finished rollouts.  Ranks that only train get them whenever they ask."""
+        within = None if self.relay is None else self.relay.judging
+        if self.relay is not None and within is None:
+            with waiting_for("verdicts", self.activity):
+                table = share(None, len(rollouts) * len(labels), self._leader, torch.device("cpu"), self.relay.verdicts)
+            return table.view(len(rollouts), -1).tolist()
         reads_model = self.rewards.reads_model(labels)
-        model_N = self._model_scores(rollouts, rounds)[0] if reads_model else None
+        model_N = self._model_scores(rollouts, rounds, within)[0] if reads_model else None
         self.request(rollouts)
 
         def parts(item: ScoreItem, score: float | None, rollout: Rollout) -> list[float]:
             found = self.rewards.parts(item, score, rollout.prompt.place, len(rollout.tokens), of=labels)
             return [found[label] for label in labels]
 
-        return self._scored(rollouts, model_N, len(labels), parts).tolist()
+        table = self._scored(rollouts, model_N, len(labels), parts, within)
+        if self.relay is not None and self.relay.verdicts is not None:
+            self._on_its_way = [each for each in self._on_its_way if not each[1].is_completed()]
+            flat = table.flatten()
+            work = dist.broadcast(flat, self._leader, group=self.relay.verdicts, async_op=True)
+            self._on_its_way.append((flat, work))
+        return table.tolist()
 
     def request(self, rollouts: Sequence[Rollout], known: Collection[str] = ()) -> None:
         """Request scores, except `known` parts, from services and rule processes; returns at once."""
@@ -185,24 +209,27 @@ class ScoreExchange:
         return ScoreItem(rollout.seq_id, prompt.text, response, prompt.fields, [*prompt.tokens, *rollout.tokens])
 
     def critic_stats(self) -> dict[str, float]:
-        if "critic" not in self.placements:
+        if "critic" not in self.placements and self.valuing is None:
             return {}
-        mine = None
-        if self.rank == self._leader:
+        mine, source = None, self._leader if self.valuing is None else self.valuing.output_rank()
+        if self.rank == source:
             assert self.critic is not None
             mine = torch.tensor([self.critic.stats[name] for name in CRITIC_STATS], dtype=torch.float64)
-        stats = self.shared("critic's statistics", mine, len(CRITIC_STATS), self._leader)
+        stats = self.shared("critic's statistics", mine, len(CRITIC_STATS), source)
         return dict(zip(CRITIC_STATS, stats.tolist(), strict=True))
 
-    def shared(self, what: str, values: Tensor | None, size: int, source: int) -> Tensor:
-        """Call `share` and wait for `what`; a watchdog does not blame a rank for this wait."""
-        with self.activity.doing(what, waits=True):
-            shared = share(values, size, source, self.device)
-            if self.device.type == "cuda":
+    def shared(self, what: str, values: Tensor | None, size: int, source: int, within: dist.ProcessGroup | None = None) -> Tensor:
+        """Call `share` and wait for `what`, on the CPU if `within` a group; a watchdog does not blame a rank for this wait."""
+        with waiting_for(what, self.activity):
+            shared = share(values, size, source, self.device if within is None else torch.device("cpu"), within)
+            if shared.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()
         return shared
 
-    def _share(self, role: str, batch: Sequence[Rollout], sizes: Sequence[int], rounds: RoundRunner) -> Tensor:
+    def _share(
+        self, role: str, batch: Sequence[Rollout], sizes: Sequence[int], rounds: RoundRunner,
+        within: dist.ProcessGroup | None = None,
+    ) -> Tensor:  # fmt: skip
         placement, book = self.placements[role], rounds.planner.scorers[role]
         pieces: dict[int, Tensor] = {}
         scored_by: list[list[int]] = [[] for _ in range(placement.dp)]
@@ -212,16 +239,18 @@ class ScoreExchange:
             source, mine = placement.output_rank(replica), None
             if self.rank == source:
                 mine = rounds.scoring[role].collect([batch[i] for i in rows])
-            shared = self.shared(f"outputs of {role}", mine, sum(sizes[i] for i in rows), source)
+            shared = self.shared(f"outputs of {role}", mine, sum(sizes[i] for i in rows), source, within)
             pieces |= dict(zip(rows, shared.split([sizes[i] for i in rows]), strict=True))
         return torch.cat([pieces[i] for i in range(len(batch))])
 
-    def _model_scores(self, rollouts: Sequence[Rollout], rounds: RoundRunner) -> tuple[Tensor | None, Tensor | None]:
+    def _model_scores(
+        self, rollouts: Sequence[Rollout], rounds: RoundRunner, within: dist.ProcessGroup | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
         if "reward" not in self.placements:
             return None, None
         if self.steps is None:
-            return self._share("reward", rollouts, [1] * len(rollouts), rounds), None
-        outputs_T = self._share("reward", rollouts, [len(r.tokens) for r in rollouts], rounds)
+            return self._share("reward", rollouts, [1] * len(rollouts), rounds, within), None
+        outputs_T = self._share("reward", rollouts, [len(r.tokens) for r in rollouts], rounds, within)
         scores_N, earned_T = self.steps.of_tokens(outputs_T, [r.tokens for r in rollouts])
         if earned_T is not None and self.members.greedy:
             pieces = zip(rollouts, earned_T.split([len(r.tokens) for r in rollouts]), strict=True)
@@ -250,7 +279,7 @@ class ScoreExchange:
 
     def _scored(
         self, rollouts: Sequence[Rollout], model_N: Tensor | None, width: int,
-        numbers: Callable[[ScoreItem, float | None, Rollout], list[float]],
+        numbers: Callable[[ScoreItem, float | None, Rollout], list[float]], within: dist.ProcessGroup | None = None,
     ) -> Tensor:  # fmt: skip
         """Return `numbers` of each rollout, [N, width]; only the scorers' first rank calls it, because it runs user code."""
         table = None
@@ -268,7 +297,7 @@ class ScoreExchange:
                     self.refusal = self.refusal or str(error)
                     rows.append([math.nan] * width)
             table = torch.tensor(rows, dtype=torch.float64).flatten()
-        return self.shared("rewards", table, len(rollouts) * width, self._leader).view(len(rollouts), -1)
+        return self.shared("rewards", table, len(rollouts) * width, self._leader, within).view(len(rollouts), -1)
 
 
 def sum_over_ranks(values: Sequence[float], device: torch.device) -> list[float]:

@@ -143,7 +143,7 @@ class RoleBuilder:
 
     def learners(self, roles: Mapping[str, TrainedRole], algorithm: Algorithm) -> tuple[Actor | None, Critic | None]:
         config, actor = self.config, roles.get("actor")
-        critic = Critic(roles["critic"], algorithm) if "critic" in roles else None
+        critic = Critic(roles["critic"], algorithm, config.runtime.micro_batch_tokens) if "critic" in roles else None
         if actor is None or actor.own_trained is None:
             return None, critic
         temperature = config.rollout.temperature
@@ -200,7 +200,7 @@ def build_loop(
     where: Literal["shared", "waited", "apart"] | None = None
     if config.critic is not None:
         where = "waited" if plan_step(config).wait_for_critic else "apart"
-        if not set(site.placements["critic"].ranks).isdisjoint(site.placements["actor"].ranks):
+        if topology.valuing or not set(site.placements["critic"].ranks).isdisjoint(site.placements["actor"].ranks):
             where = "shared"
     span = "actor" if rounds.decode is not None else "scorer" if rounds.scoring else "trainer"
     meter = StepMeter(world, rounds, tracer.spans, tracer, memory, journal, span, where)
@@ -217,7 +217,7 @@ def build_loop(
     kl = KLController(config.ppo.kl)
     exchange = ScoreExchange(
         world.rank, world.device, site.placements, inputs.rewards, inputs.tokenizer, world.activity,
-        members(config), critic, StepRewards.of(config.rewards, inputs.tokenizer),
+        members(config), critic, topology.valuing, topology.relay, StepRewards.of(config.rewards, inputs.tokenizer),
     )  # fmt: skip
     adaptation = Adaptation(
         world, scheduler, ChunkTuner(config.overlap.chunk_sizes, longest_chunk(config)), kl, rounds.planner, tracer.meter,

@@ -23,7 +23,7 @@ from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.errors import OppoError
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.records import Rollout
-from oppo_megatron.train.actor import Critic
+from oppo_megatron.train.actor import Actor, Critic
 from oppo_megatron.train.entry import run_ppo, run_rank
 from oppo_megatron.train.guard import RollBack
 from oppo_megatron.train.inputs import read_inputs
@@ -148,6 +148,24 @@ def train_beside_a_slow_rank(config: dict[str, Any], rank: int, seconds: float) 
 def train_with_a_slow_critic(config: dict[str, Any], seconds: float) -> None:
     with around(Critic, "update", lambda *_: time.sleep(seconds)):
         train(config)
+
+
+def train_with_long_updates(config: dict[str, Any], seconds: float) -> float:
+    """Return the most seconds that a verdict took.  An update lasts as long as 20 rounds of rank 0."""
+    judge, most = ScoreExchange.judge, 0.0
+
+    def timed(*args: Any) -> Any:
+        nonlocal most
+        began = time.monotonic()
+        found = judge(*args)
+        most = max(most, time.monotonic() - began)
+        return found
+
+    slow = around(Executor, "run", lambda executor, *_: time.sleep(seconds / 20 * (executor.rank == 0)))
+    judging = mock.patch.object(ScoreExchange, "judge", timed)
+    with slow, judging, around(Actor, "update", lambda *_: time.sleep(seconds)):
+        train(config)
+    return most
 
 
 def train_while_the_clock_is_set_back(config: dict[str, Any]) -> None:

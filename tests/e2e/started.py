@@ -22,6 +22,7 @@ from oppo_megatron.layout import placements
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.train import entry
 from oppo_megatron.train.evaluate import Evaluator
+from oppo_megatron.train.roles import TrainedRole
 from oppo_megatron.train.saving import writing
 from oppo_megatron.train.score_exchange import ScoreExchange
 from tests.support.configs import run_of
@@ -87,6 +88,7 @@ PLACES: dict[str, tuple[Any, str, int]] = {
     "meeting": (world, "meet", 1), "start": (entry, "build_loop", 1), "round": (Executor, "run", 8),
     "scoring": (ScoreExchange, "gather", 2), "update": (TrainedModel, "step", 6), "evaluation": (Evaluator, "measure", 2),
     "checkpoint": (writing, "write_models", 2), "asynchronous": (writing, "write_models", 2),
+    "installation": (TrainedRole, "publish", 2),
 }  # fmt: skip
 """Where a fault strikes: the function, and at which call of it."""
 

@@ -48,15 +48,33 @@ def installs(config: dict[str, Any]) -> list[tuple[int, int]]:
     return list(read_installs(Path(config["run_dir"]) / "installs.jsonl").items())
 
 
-@pytest.mark.parametrize("lag", [0, 9, "asap"])
-@pytest.mark.parametrize("algorithm", [{}, GRPO], ids=["ppo", "grpo"])
-def test_without_run_ahead_it_is_the_synchronous_run(workspace: Workspace, algorithm: dict[str, Any], lag: Any) -> None:
-    plain = run_ppo_ranks(workspace.config(f"plain-{lag}-{len(algorithm)}", steps=STEPS, **algorithm, **{"overlap.intra": True}))
-    changes = {"overlap.continuous": {"lag_steps": lag}}
-    ours = run_ppo_ranks(continuous(workspace, f"ahead0-{lag}-{len(algorithm)}", 0, **algorithm, **changes))
-    assert ours.tokens() == plain.tokens() and ours.batches() == plain.batches()
-    assert weight_distance(ours.actor, plain.actor) == 0.0
-    assert weight_distance(ours.critic, plain.critic) == 0.0
+APART = {
+    "1 | 1 | 1": ({"mode": "disaggregated"}, {"ranks": "2"}),
+    "1 | 1 | tp2": ({"mode": "disaggregated"}, {"ranks": "2-3", "tp": 2}),
+    "pp2 shared | dp2": ({"mode": "colocated", "actor": {"pp": 2}}, {"ranks": "2-3", "pp": 1}),
+    "dp2 | scorer trains": ({"mode": "disaggregated", "actor": {"dp": 2}}, {"ranks": "2"}),
+}
+ONE_EACH: dict[str, Any] = {"placement": APART["1 | 1 | 1"][0], "actor.train": APART["1 | 1 | 1"][1]}
+DAPO = {"algorithm": {"preset": "dapo"}, "critic": None, "rollout.group_size": 3, "overlap.backfill": 4, "overlap.chunk": 4}
+ALGORITHMS = {"ppo": {}, "grpo": GRPO, "dapo": DAPO | {"rewards": [{"kind": "model"}], "reward": {"init": SHAPE}}}
+ALIKE = [(algorithm, "1", lag) for algorithm in ALGORITHMS for lag in (0, 9, "asap")]
+QUICK = [("ppo", "dp2+1"), ("ppo", "pp2 shared | dp2"), ("dapo", "tp2 shared"), ("dapo", "1 | 1 | 1")]
+EVERYWHERE = [(algorithm, layout) for algorithm in ALGORITHMS for layout in ("tp2 shared", "dp2+1", *APART)]
+ALIKE += [pytest.param(*case, 0, marks=() if case in QUICK else pytest.mark.long) for case in EVERYWHERE]
+
+
+@pytest.mark.parametrize(("algorithm", "layout", "lag"), ALIKE)
+def test_without_run_ahead_it_is_the_synchronous_run(workspace: Workspace, algorithm: str, layout: str, lag: Any) -> None:
+    placement, train = APART.get(layout) or (PLACEMENTS[layout], {})
+    changes = {**ALGORITHMS[algorithm], "overlap.intra": True, "steps": 4, "placement": placement, "actor.train": train}
+    changes["overlap.schedule"] = "intra"  # woven rounds are cut by measured times
+    inter = {"overlap.inter": True, "overlap.delta": FIXED} if algorithm == "dapo" else {"overlap.inter": False}
+    plain = run_ppo_ranks(workspace.config(f"plain-{algorithm}-{layout}-{lag}", **changes, **inter))
+    rules = {"overlap.inter": True, "overlap.delta": FIXED, "overlap.continuous": {"lag_steps": lag}}
+    ours = run_ppo_ranks(workspace.config(f"ahead0-{algorithm}-{layout}-{lag}", **changes, **rules))
+    for line in ours.metrics:
+        assert line.pop("queued_batches") == 0 and line.pop("install_lag") == 0
+    assert_bit_equal(ours, plain)
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
@@ -85,14 +103,6 @@ def test_a_log_repeats_the_run_in_another_placement(workspace: Workspace) -> Non
         assert installs(again) == installs(live)
 
 
-APART = {
-    "1 | 1 | 1": ({"mode": "disaggregated"}, {"ranks": "2"}),
-    "1 | 1 | tp2": ({"mode": "disaggregated"}, {"ranks": "2-3", "tp": 2}),
-    "pp2 shared | dp2": ({"mode": "colocated", "actor": {"pp": 2}}, {"ranks": "2-3", "pp": 1}),
-    "dp2 | scorer trains": ({"mode": "disaggregated", "actor": {"dp": 2}}, {"ranks": "2"}),
-}
-
-
 @pytest.mark.parametrize("name", APART)
 def test_training_on_other_ranks_is_the_same_run(workspace: Workspace, name: str) -> None:
     placement, train = APART[name]
@@ -119,6 +129,30 @@ def test_decoding_goes_on_while_other_ranks_train(workspace: Workspace, name: st
     assert installs(again) == installs(live)
 
 
+CRITIC_APART = {
+    "1 | 1 | 1": ({"mode": "disaggregated"}, {"ranks": "2"}, "2"),
+    "pp2 shared | tp2": ({"mode": "colocated", "actor": {"pp": 2}}, {"ranks": "2-3", "pp": 1, "tp": 2}, "2-3"),
+    "1 | 1 | dp2, critic on one": ({"mode": "disaggregated"}, {"ranks": "2-3"}, "3"),
+}
+
+
+@pytest.mark.parametrize("rules", [None, {"lag_steps": 7}], ids=["in turns", "lag 7"])
+@pytest.mark.parametrize("name", CRITIC_APART)
+def test_a_critic_may_be_on_ranks_that_only_train(workspace: Workspace, name: str, rules: Any) -> None:
+    """It values whole responses there, and is the critic of one process."""
+    placement, train, critic = CRITIC_APART[name]
+    changes = {"overlap.continuous": rules, "overlap.chunk": 4}
+    plain = run_ppo_ranks(continuous(workspace, f"valued-plain-{name}-{rules is None}", 2, **changes))
+    apart = {"placement": placement, "actor.train": train, "critic.ranks": critic}
+    config = continuous(workspace, f"valued-{name}-{rules is None}", 2, **changes, **apart)
+    ours = run_ppo_ranks(config)
+    assert_same(ours, plain)
+    assert weight_distance(ours.critic, plain.critic) < 1e-4
+    assert all(line["critic_loss"] > 0 for line in ours.metrics)
+    if rules is not None:
+        assert installs(config)[-1][0] == STEPS
+
+
 def test_virtual_time_makes_the_same_batches_and_a_log_that_a_run_replays(workspace: Workspace) -> None:
     placement, train = APART["1 | 1 | 1"]
     fixed = {**GRPO, "placement": placement, "actor.train": train, "rollout.forced_lengths": [12, 1.0], "overlap.chunk": 4}
@@ -142,19 +176,29 @@ def test_virtual_time_makes_the_same_batches_and_a_log_that_a_run_replays(worksp
     assert run_ppo_ranks(again).batches() == batches and installs(again) == asap.installs
 
 
-DAPO = {"algorithm": {"preset": "dapo"}, "critic": None, "rollout.group_size": 3, "overlap.backfill": 4, "overlap.chunk": 4}
-
-
 @pytest.mark.parametrize("name", ["1", "1 | 1 | 1"])
 def test_a_filter_drops_groups_while_others_wait_or_are_trained(workspace: Workspace, name: str) -> None:
     placement, train = APART.get(name, (SINGLE, {}))
-    changes = DAPO | {"placement": placement, "actor.train": train, "rewards": [{"kind": "model"}], "reward": {"init": SHAPE}}
-    plain = run_ppo_ranks(continuous(workspace, f"dapo-plain-{name}", 0, **changes, **{"overlap.continuous": None}))
-    ours = run_ppo_ranks(continuous(workspace, f"dapo-{name}", 0, **changes, **{"overlap.continuous": {"lag_steps": 0}}))
-    assert ours.rollouts == plain.rollouts and weight_distance(ours.actor, plain.actor) == 0.0
+    changes = ALGORITHMS["dapo"] | {"placement": placement, "actor.train": train}
     live = continuous(workspace, f"dapo-live-{name}", 2, **changes, **{"overlap.continuous": {"lag_steps": 9}})
     run = run_ppo_ranks(live)
     assert max(row["deferrals"] for row in run.rollouts) <= 2 and len(run.rollouts) == STEPS * BATCH
+
+
+@pytest.mark.parametrize("metric", ["model", pytest.param("verifier", marks=pytest.mark.long)])
+def test_verdicts_do_not_wait_for_an_update(workspace: Workspace, metric: str) -> None:
+    """Decoding ranks drop groups meanwhile; the trainer follows, and the log repeats the run."""
+    rewards = [{"kind": "model"}] if metric == "model" else [{"kind": "verifier", "name": "arithmetic"}, {"kind": "model"}]
+    changes = ALGORITHMS["dapo"] | {"rewards": rewards, "filter": "reward", "steps": 7, "overlap.chunk": 2}
+    name = f"verdicts-{metric}"
+    live = continuous(workspace, name, 1, **changes, **ONE_EACH, **{"overlap.continuous": {"lag_steps": "asap"}})
+    decoding, scoring, _ = run_ranks(3, "tests.e2e.jobs:train_with_long_updates", config=live, seconds=1.0)
+    assert max(decoding, scoring) < 0.7, "an update takes a second"
+    run = read_outcome(Path(live["run_dir"]))
+    replay = {"overlap.continuous": {"replay": str(Path(live["run_dir"]) / "installs.jsonl")}}
+    again = continuous(workspace, f"{name}-again", 1, **changes, **replay)
+    assert_same(run_ppo_ranks(again), run)
+    assert installs(again) == installs(live)
 
 
 @pytest.mark.parametrize("name", ["1", "1 | 1 | 1"])
@@ -277,9 +321,7 @@ def test_updates_that_change_nothing_change_no_token(workspace: Workspace, carry
     assert {line.get("tokens_kept", 1.0) for line in run.metrics} == {1.0}
 
 
-STOPPED: dict[str, dict[str, Any]] = {
-    "1": {}, "1 | 1 | 1": {"placement": APART["1 | 1 | 1"][0], "actor.train": APART["1 | 1 | 1"][1]},
-}  # fmt: skip
+STOPPED: dict[str, dict[str, Any]] = {"1": GRPO, "1 | 1 | 1": GRPO | ONE_EACH, "critic trains": ONE_EACH | {"critic.ranks": "2"}}
 
 
 @pytest.mark.long
@@ -288,7 +330,7 @@ STOPPED: dict[str, dict[str, Any]] = {
 def test_a_stopped_or_killed_run_goes_on_as_the_run_that_never_stopped(workspace: Workspace, name: str, kv: str) -> None:
     """Stopped anywhere, also with batches in the queue, and killed after any step, to resume from that step's checkpoint."""
     changes = {
-        **GRPO, **STOPPED[name], "overlap.continuous": {"lag_steps": 11}, "overlap.chunk": 3, "overlap.carry": kv,
+        **STOPPED[name], "overlap.continuous": {"lag_steps": 11}, "overlap.chunk": 3, "overlap.carry": kv,
         "checkpoint": {"every_steps": 1, "keep": 9}, "overlap.backfill": False,
     }  # fmt: skip
     config = continuous(workspace, f"steps-{name}-{kv}", 2, **changes)

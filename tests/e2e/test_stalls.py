@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,6 +56,28 @@ def test_a_rank_killed_within_a_checkpoint_is_named_with_what_it_was_at(workspac
     told, seconds = struck(deep(workspace, "killed", steps=8, **TWO_RANKS), "checkpoint", 1, "killed")
     assert "rank 1 was ended by SIGKILL" in told and seconds < AFTER_S
     assert "rank 0 waited in vain for `checkpoint step-000002`" in told or "rank 0: last heard of in" in told, told
+
+
+ROLES = {0: "generator", 1: "scorer", 2: "trainer"}
+STRUCK = [(at, rank) for at in ("round", "scoring", "installation") for rank in ROLES if (at, rank) != ("installation", 1)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["killed", "stopped", "hangs"])
+@pytest.mark.parametrize(("at", "rank"), [*STRUCK, ("update", 2)], ids=lambda part: ROLES.get(part, part))
+def test_in_continuous_generation_the_other_ranks_name_what_they_waited_for(
+    workspace: Workspace, at: str, rank: int, how: str
+) -> None:
+    apart = {"actor.train": {"ranks": "2"}, "overlap.continuous": {"lag_steps": 6}, "overlap.inter": True}
+    grpo = {"algorithm": {"preset": "grpo"}, "critic": None, "rollout.group_size": 2, "overlap.chunk": 4}
+    config = deep(workspace, f"{at}-{rank}-{how}", steps=8, **TWO_RANKS, **apart, **grpo)
+    told, seconds = struck(config, at, rank, how)
+    assert seconds < STALL_S + AFTER_S + 5
+    named = {"killed": "was ended by SIGKILL", "stopped": "did not answer", "hangs": "has not moved for"}[how]
+    assert f"rank {rank} {named}" in told, told
+    for other in ROLES.keys() - {rank}:
+        stacks = Path(config["run_dir"]) / "stacks" / f"rank-{other}.txt"  # if the judge of stalls is the one that is stopped
+        assert re.search(rf"rank {other} waited|rank {other}: last heard of in", told) or "step" in stacks.read_text(), told
 
 
 @pytest.mark.parametrize("how", ["asleep", pytest.param("interpreter", marks=pytest.mark.long)])

@@ -165,7 +165,7 @@ class Measurement:
     def _train(self, placement: RolePlacement) -> RoleModel:
         role = self._trained_role(placement)
         algorithm = Algorithm.of(self.config)
-        member = Actor(role, algorithm, 1.0) if self.name == "actor" else Critic(role, algorithm)
+        member = Actor(role, algorithm, 1.0) if self.name == "actor" else Critic(role, algorithm, 1)
         with self.meter.span() as first:
             self._update(member, min(self.config.rollout.batch_size, placement.dp * self._rows_of_a_micro_batch))
         self.found["buffers"] += self._gather_buffer()

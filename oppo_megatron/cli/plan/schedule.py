@@ -14,7 +14,7 @@ from oppo_megatron.cli.parser import add_config_arguments
 from oppo_megatron.config.model import format_ranks
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError, ScheduleError
-from oppo_megatron.layout.placements import role_placements
+from oppo_megatron.layout.placements import round_placements
 from oppo_megatron.schedule.actions import Schedule, parse_schedule
 from oppo_megatron.schedule.checking.caches import listed
 from oppo_megatron.schedule.checking.checker import check_timeline
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if config is None:
         print("\n".join([*describe_options(settings), "to draw one of them, add its placement, as in placement.mode=single"]))
         return 0
-    placements = role_placements(config)
+    placements = round_placements(config)
     costs = read_costs(args.costs, placements) if args.costs else Costs()
     if args.transport:
         transport = TRANSPORTS[args.transport]

@@ -85,7 +85,7 @@ class ContinuousRun(VirtualRun):
     def _train(self, taken: _Taken) -> None:
         """Begin the update once the scores are there; trainers are idle then."""
         tokens, begins = sum(rollout.num_response_tokens for rollout in taken.batch), float(self.now.max())
-        taken.update_s = self.costs.update_s("actor", tokens)
+        taken.update_s = self.costs.update_s("actor", tokens) + self._apart_critic_s(tokens)
         taken.arrives = begins + taken.update_s + (self.costs.moves.get("actor", 0.0) if self.staged else 0.0)
 
     def _install(self, step: int, taken: _Taken) -> None:

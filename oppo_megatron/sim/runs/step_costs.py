@@ -11,7 +11,7 @@ from oppo_megatron.config.derived import minibatch_rows
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.placements import layout_tree, role_placements, training_placements, trains_apart
+from oppo_megatron.layout.placements import layout_tree, role_placements, round_placements, training_placements, trains_apart
 from oppo_megatron.records import StepSignals
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.metrics_log import read_metrics
@@ -50,7 +50,7 @@ def built_in_costs(config: TrainConfig, prompt_tokens: int) -> StepCosts:
 
 
 def file_costs(config: TrainConfig, path: Path, prompt_tokens: int) -> StepCosts:
-    placements = role_placements(config)
+    placements = round_placements(config)
     actions = read_costs(path, placements)
     stray = sorted(set(actions.prefill) - set(placements))
     lacks = actions.default_prefill == Costs().default_prefill
@@ -122,7 +122,7 @@ def run_signals(path: Path) -> Callable[[int, StepSignals], StepSignals]:
 
 
 def describe(config: TrainConfig, costs: StepCosts) -> list[str]:
-    site = Site(role_placements(config))
+    site = Site(round_placements(config))
     own = set(site.placements["actor"].ranks)
     shared = sorted(n for n, placement in site.placements.items() if n != "actor" and own & set(placement.ranks))
     serial = "follow each other, but for what woven rounds hide in the gaps of the decode pipeline"

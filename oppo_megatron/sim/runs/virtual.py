@@ -18,7 +18,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.chunk_tuner import DecodeLaw, StepCost, group_length_gap
 from oppo_megatron.cores import uncollected
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.placements import role_placements, training_placements
+from oppo_megatron.layout.placements import round_placements, training_placements
 from oppo_megatron.records import Decision, Rollout, StepSignals
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.metrics_log import MetricsLog, read_metrics, summarise
@@ -28,7 +28,7 @@ from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import Linear
 from oppo_megatron.sim.runs.loop import PureLoop, Recorded, StepEnd, made_up_prompts
 from oppo_megatron.sim.runs.player import Floats, Player
-from oppo_megatron.sim.runs.step_costs import StepCosts
+from oppo_megatron.sim.runs.step_costs import FORWARDS, StepCosts
 
 
 class Parts(NamedTuple):
@@ -106,7 +106,7 @@ class VirtualRun(PureLoop):
         prompt_tokens: int | Sequence[int] | None = None, signals: Callable[[int, StepSignals], StepSignals] | None = None,
         endless: bool = False, traced_steps: int = 0,
     ):  # fmt: skip
-        self.costs, self.site, self.signals = costs, Site(role_placements(config)), signals
+        self.costs, self.site, self.signals = costs, Site(round_placements(config)), signals
         if prompt_tokens is None:
             prompt_tokens = usual_prompt_tokens(config)
         planner = new_planner(config, self.site, round_generator(config.overlap, self.site), lengths, costs=costs.actions)
@@ -199,22 +199,28 @@ class VirtualRun(PureLoop):
         tokens = int(end.batch.response_tokens.sum())
         return self.costs.update_s("actor", tokens) if self.trains_actor(end.step) else 0.0
 
+    def _apart_critic_s(self, tokens: int) -> float:
+        """Seconds of a critic whose ranks only train (else 0): a forward pass for values, and its update."""
+        own_s = 0.0 if "critic" in self.site.placements else self.costs.update_s("critic", tokens)
+        return own_s * (1 + 1 / (FORWARDS * self.config.ppo.epochs))
+
     def _decided(self, end: StepEnd, delta: Decision, chunk: Decision | None) -> None:
         times, units, source, lengths = self._times, self.units, self.units.source, end.batch.response_tokens
         tokens = int(lengths.sum())
         actor_s, critic_s = self._actor_update_s(end), self.costs.update_s("critic", tokens)
+        apart_s = self._apart_critic_s(tokens)
         moved_s = self.costs.moves.get("actor", 0.0) if self.trains_actor(end.step) else 0.0
         met, own_critic = np.full(len(units), times.met), self.costs.moves.get("critic", 0.0) + critic_s
-        updated = met + units.holds("actor") * (actor_s - self._ahead_s(end) + moved_s)
+        updated = met + units.holds("actor") * (actor_s + apart_s - self._ahead_s(end) + moved_s)
         ends = updated + units.holds("critic") * own_critic
         self._trace(end.step, "actor", "update", met, updated)
         self._trace(end.step, "critic", "update", updated, ends)
         waited_s = float(ends.max() - ends[source]) if self.plan.wait_for_critic else 0.0
         times.lag_s = float(ends.max() - ends[source]) - waited_s
         self.now = (np.full(len(units), ends.max()) if self.plan.wait_for_critic else ends) + self.costs.step_s
-        self._last_update_s = own_critic
+        self._last_update_s = 0.0 if apart_s else own_critic
         step_s = float(self.now[source]) - times.begun
-        own_critic_s = own_critic if units.holds("critic")[source] else 0.0
+        own_critic_s = own_critic if units.holds("critic")[source] else apart_s
         scored_s = times.own_score_s + times.wait_s - times.critic_delay_s
         decode_s = times.decode_s - (times.own_score_s - times.own_drain_s)
         spent = decode_s, scored_s, actor_s, times.critic_delay_s + waited_s + own_critic_s, moved_s
