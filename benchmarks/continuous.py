@@ -73,7 +73,8 @@ def rows(args: argparse.Namespace, lengths: str) -> list[dict[str, Any]]:
         paused = played(args, lengths, f"{decoding}-{training}-pause", apart(args, decoding, "pause"))
         longer = [max(line["decode_s"], line["train_s"]) for line in lines]
         found.append({
-            "lengths": lengths, "split": f"{decoding} + {training}", "step_s": seconds(lines), "gain": runs[best] / seconds(lines),
+            "lengths": lengths, "split": f"{decoding} + {training}", "step_s": seconds(lines),
+            "gain": runs[best] / seconds(lines),
             "idle": sum(line["idle_s"]["actor"] for line in lines) / sum(line["step_s"] for line in lines),
             "bound": seconds(lines) / fmean(longer), "pause_s": seconds(paused) - seconds(lines),
             "closed_form_s": lines[-1]["reallocate_s"],

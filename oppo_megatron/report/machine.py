@@ -106,17 +106,19 @@ def utilization_section(records: Sequence[RunRecord]) -> Section:
         "the OPPO paper). Waiting, messages and the exchange of scores count as idle.",
     )
     rows: list[tuple[str, dict[str, float]]] = []
+    means: list[tuple[str, dict[str, float]]] = []
     for record in records:
         found = utilization_of(record)
         if not found:
             section.lacks(record, "utilisation", record.no_spans or "its trace has no work of any step")
         rows += [(f"{record.name} \N{MIDDLE DOT} rank {row['rank']:.0f}", row) for row in found]
+        means += [(f"{record.name} \N{MIDDLE DOT} {name}, mean", row) for name, row in pools(found).items()]
     title = "Utilisation by rank; at the right: useful work"
     if len(rows) > MAX_ROWS:
         title = f"Utilisation, the {MAX_ROWS} least used of {len(rows)} ranks; at the right: useful work"
         rows = sorted(rows, key=lambda row: -row[1]["idle"])[:MAX_ROWS]
     if rows:
-        section.charts.append(utilization_chart(title, rows))
+        section.charts.append(utilization_chart(title, [*means, *rows]))
     return section
 
 
@@ -132,6 +134,15 @@ def utilization_of(record: RunRecord) -> list[dict[str, float]]:
         return shares([(record.name, record.spans)]) if record.spans else []
     except DataError:
         return []
+
+
+def pools(ranks: Sequence[Mapping[str, float]]) -> dict[str, dict[str, float]]:
+    """Mean shares of the ranks that decode, of those that score, and of those that only train; empty if all do the same."""
+    found: dict[str, list[Mapping[str, float]]] = {}
+    for row in ranks:
+        kind = next((kind for kind in ("decode", "score") if row[kind]), "update")
+        found.setdefault(f"ranks that {kind}", []).append(row)
+    return {name: {use: fmean(row[use] for row in own) for use in USES} for name, own in found.items() if len(found) > 1}
 
 
 def memory_section(records: Sequence[RunRecord]) -> Section:

@@ -21,7 +21,7 @@ from oppo_megatron.clock import format_duration
 from oppo_megatron.errors import DataError
 from oppo_megatron.nesting import read_json
 from oppo_megatron.report.charts import COLOURS, RUN_COLOURS, short, show, smooth
-from oppo_megatron.report.machine import USES, steady, utilization_of
+from oppo_megatron.report.machine import USES, pools, steady, utilization_of
 from oppo_megatron.report.run_records import (
     ALL_PARTS,
     RunRecord,
@@ -206,11 +206,12 @@ def _utilization(record: RunRecord, width: int) -> RenderableType:
     ranks = utilization_of(record)
     if not ranks:
         return _missing(record, "utilisation", record.no_spans or "no step is whole yet")
-    rows = []
-    for row in ranks:
+    named = {**pools(ranks), **{f"rank {row['rank']:<3.0f}": row for row in ranks}}
+    widest, rows = max(map(len, named)), []
+    for name, row in named.items():
         parts = [(max(0.0, row[use]), use, COLOURS[use]) for use in USES]
-        bar = _bar(parts, 100.0, min(BAR, max(NARROWEST, width - 15)))
-        rows.append(Text.assemble(f"rank {row['rank']:<3.0f} ", bar, f" {100 - row['idle']:>3.0f} %"))
+        bar = _bar(parts, 100.0, min(BAR, max(NARROWEST, width - widest - 7)))
+        rows.append(Text.assemble(f"{name:<{widest}} ", bar, f" {100 - row['idle']:>3.0f} %"))
     return Group(*rows, Text("  ".join(f"{GLYPHS.get(use, '█')} {use}" for use in USES), style="dim"))
 
 

@@ -229,6 +229,18 @@ def test_a_long_run_stays_small_and_of_many_ranks_the_least_used_are_shown(tmp_p
     assert len(chart.categories) == 64 and chart.categories[0].endswith("rank 0") and "of 500 ranks" in chart.title
 
 
+def test_ranks_of_different_work_have_their_means(tmp_path: Path) -> None:
+    record = read_run(write_run(tmp_path / "run"))
+    ends = [("decode", 4.0), ("decode", 2.0), ("score", 1.0), ("update", 4.0)]
+    spans = [Span(rank, "actor", name, 2, 0.0, end) for rank, (name, end) in enumerate(ends)]
+    (chart,) = utilization_section([replace(record, spans=spans)]).charts
+    assert isinstance(chart, BarChart) and len(chart.categories) == 3 + len(ends)
+    means = dict(zip(chart.categories[:3], chart.ends[:3], strict=True))
+    assert {name.partition(" \N{MIDDLE DOT} ")[2]: note for name, note in means.items()} == {
+        "ranks that decode, mean": "75 %", "ranks that score, mean": "25 %", "ranks that update, mean": "100 %",
+    }  # fmt: skip
+
+
 def test_spans_are_the_same_before_and_after_the_merge(tmp_path: Path) -> None:
     going, ended = write_run(tmp_path / "going", finished=False), write_run(tmp_path / "ended")
     before, after = (sorted(read_spans(run), key=str) for run in (going, ended))
