@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from oppo_megatron.config.algorithm import PRESETS
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.nesting import read_json
 from oppo_megatron.rundir.metrics_log import read_installs
@@ -75,6 +76,17 @@ def test_without_run_ahead_it_is_the_synchronous_run(workspace: Workspace, algor
     for line in ours.metrics:
         assert line.pop("queued_batches") == 0 and line.pop("install_lag") == 0
     assert_bit_equal(ours, plain)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("preset", [name for name in PRESETS if name not in ALGORITHMS])
+def test_every_preset_is_the_same_run_on_ranks_of_each_kind(workspace: Workspace, preset: str) -> None:
+    group = 1 if preset.startswith(("remax", "reinforce_pp")) and preset != "reinforce_pp_baseline" else 2
+    changes: dict[str, Any] = {"algorithm": {"preset": preset}, "critic": None, "rollout.group_size": group, "steps": 4}
+    rules = {"overlap.continuous": {"lag_steps": 6}, "overlap.chunk": 4}
+    plain = run_ppo_ranks(continuous(workspace, f"{preset}-plain", 2, **changes, **rules))
+    assert max(row["deferrals"] for row in plain.rollouts) == 2
+    assert_same(run_ppo_ranks(continuous(workspace, f"{preset}-apart", 2, **changes, **rules, **ONE_EACH)), plain)
 
 
 @pytest.mark.parametrize("ahead", [1, 2])
