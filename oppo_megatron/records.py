@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from oppo_megatron.chunks import ChunkRow, ChunkRows, FinishReason
 
@@ -54,6 +54,13 @@ def nearest_field(wanted: Iterable[str], names: Sequence[str]) -> str | None:
     return None
 
 
+class Source(NamedTuple):
+    """An entry of `data.path`; all rows of its files have its weight."""
+
+    path: str = ""
+    weight: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     seq_id: int  # unique over the run: the position in the stream of prompts, over all epochs
@@ -62,6 +69,7 @@ class Prompt:
     tokens: tuple[int, ...]
     fields: dict[str, Any] = field(default_factory=dict)  # the row's other columns, for verifiers
     place: str = field(default="", compare=False)  # file:line, for messages
+    source: Source = field(default=Source(), compare=False)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.cores import usable_cores
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import describe_seen, load_rows, num_duplicates, read_heldout
+from oppo_megatron.data.supervised_rows import Rows, describe_seen, load_rows, num_duplicates, read_heldout
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.layout.kernels import APEX, FLASH, TE, TRITON, USED, find_available, import_fault, kernel_table
 from oppo_megatron.preflight.gpus import Gpu, Problem, TorchBuild, describe, problems, read_host
@@ -100,7 +100,7 @@ def _supervised_rows(settings: SupervisedConfig) -> list[str]:
     """Read all rows as the run does; return lines about them."""
     quarantine, tokenizer = Quarantine(progress=by_time()), load_tokenizer(settings.tokenizer, settings.model.checkpoint)
 
-    def read(data: DataConfig) -> list[Any]:
+    def read(data: DataConfig) -> Rows[Any]:
         return load_rows(settings, data, tokenizer, quarantine)
 
     every = read(settings.data)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr
 from typing_extensions import Self
 
-from oppo_megatron.config.base import Section
+from oppo_megatron.config.base import Section, Unit
 
 STEP_SEPARATOR = "\n"
 
@@ -47,13 +47,22 @@ class TokenizerConfig(Section):
         return copy
 
 
+class FilesConfig(Section):
+    """Files of a list in `data.path`, with a weight."""
+
+    path: Path = Field(..., description="file, pattern or folder, as in `data.path`")
+    weight: Annotated[float, Unit("times per epoch")] = Field(
+        1.0, gt=0, description="how often an epoch has each row of these files; 0.5: a half of the rows, the other half next"
+    )
+
+
 class RowsConfig(Section):
     """Files of rows, and how they are read (docs/data.md)."""
 
-    path: Path | list[Path] = Field(
+    path: Path | list[Path | FilesConfig] = Field(
         ...,
-        description="JSONL, JSON, CSV, TSV or Parquet, also compressed: a file, pattern, list or folder; or a "
-        "folder of `save_to_disk`",
+        description="JSONL, JSON, CSV, TSV or Parquet, also compressed: a file, pattern or folder; a folder of "
+        "`save_to_disk`; or a list of these, also with weights: `[a.jsonl, {path: b.jsonl, weight: 2}]`",
     )
     format: Literal["auto", "columns", "alpaca", "sharegpt", "messages", "hh"] = Field(
         "auto",
@@ -79,10 +88,18 @@ class RowsConfig(Section):
     )
     shuffle: bool = Field(True, description="a new order each epoch, from the seed; false: the file's order")
 
+    @property
+    def sources(self) -> list[FilesConfig]:
+        listed = self.path if isinstance(self.path, list) else [self.path]
+        return [each if isinstance(each, FilesConfig) else FilesConfig(path=each) for each in listed]
+
     def rules(self, name: str, templates: Sequence[str]) -> Iterator[str]:
         """`templates` in use: prompt, completion."""
         if isinstance(self.path, list) and not self.path:
             yield f"{name}.path is an empty list; name at least one file"
+        for number, source in enumerate(self.sources):
+            if name != "data" and source.weight != 1:
+                yield f"{name}.path.{number}.weight is {source.weight:g}, but each held-out row is measured once; remove it"
         for part in templates:
             template = getattr(self, f"{part}_template", self.prompt_template)
             if "{" + part + "}" not in template:

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from oppo_megatron.config.base import Choices, Section, Unit, leaves
-from oppo_megatron.config.explain import section_in
+from oppo_megatron.config.explain import has_list, section_in
 from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.config.supervised import DPOConfig, RewardModelConfig, SFTConfig, SupervisedConfig
@@ -52,7 +52,7 @@ class Setting:
 
     @property
     def is_list(self) -> bool:
-        return get_origin(self.field.annotation) is list
+        return has_list(self.field.annotation)
 
     @property
     def meaning(self) -> str:

@@ -18,16 +18,21 @@ Path = tuple[str | int, ...]
 
 def explain(kind: type[Section], error: ValidationError) -> list[str]:
     """Return one sentence per key with problems."""
-    by_path: dict[Path, list[ErrorDetails]] = {}
-    for detail in error.errors(include_url=False):
-        by_path.setdefault(_data_path(kind, detail), []).append(detail)
-    return [_sentence(kind, path, details) for path, details in by_path.items()]
+    return [_sentence(kind, path, details) for path, details in _by_path(kind, error).items()]
 
 
 def wrong_paths(kind: type[Section], error: ValidationError) -> list[Path]:
     """Keys with errors, innermost first."""
-    paths = {_data_path(kind, detail) for detail in error.errors(include_url=False)}
-    return sorted(paths, key=len, reverse=True)
+    return sorted(_by_path(kind, error), key=len, reverse=True)
+
+
+def _by_path(kind: type[Section], error: ValidationError) -> dict[Path, list[ErrorDetails]]:
+    """Errors by key; of a union's members, only those that lead furthest into the value."""
+    found: dict[Path, list[ErrorDetails]] = {}
+    for detail in error.errors(include_url=False):
+        found.setdefault(_data_path(kind, detail), []).append(detail)
+    outer = {path[:end] for path in found for end in range(len(path))}
+    return {path: details for path, details in found.items() if path not in outer}
 
 
 def _sentence(kind: type[Section], path: Path, details: list[ErrorDetails]) -> str:
@@ -119,7 +124,7 @@ def known_keys(kind: type[Section], prefix: str = "") -> Iterator[str]:
     for name, field in kind.model_fields.items():
         yield prefix + name
         section = section_in(field.annotation)
-        if section is not None and get_origin(field.annotation) is not list:
+        if section is not None and not has_list(field.annotation):
             nested.append((f"{prefix}{name}.", section))
     for inner_prefix, section in nested:
         yield from known_keys(section, inner_prefix)
@@ -130,7 +135,7 @@ def takes_null(kind: type[Section], path: list[str]) -> bool | None:
     section: type[Section] | None = kind
     annotation: Any = None
     for part in path:
-        if part.isdigit() and _has_list(annotation):
+        if part.isdigit() and has_list(annotation):
             annotation = None
             continue
         if section is None or part not in section.model_fields:
@@ -153,7 +158,7 @@ def _data_path(kind: type[Section], detail: ErrorDetails) -> Path:
             annotation = section.model_fields[str(part)].annotation
             path.append(part)
             section = section_in(annotation)
-            in_list = _has_list(annotation)
+            in_list = has_list(annotation)
         elif section is not None and detail["type"] == "extra_forbidden" and place == len(detail["loc"]):
             path.append(part)
     return tuple(path)
@@ -176,9 +181,9 @@ def section_in(annotation: Any) -> type[Section] | None:
     return next((found for arg in get_args(annotation) if (found := section_in(arg)) is not None), None)
 
 
-def _has_list(annotation: Any) -> bool:
+def has_list(annotation: Any) -> bool:
     if get_origin(annotation) in (Union, types.UnionType):
-        return any(_has_list(arg) for arg in get_args(annotation))
+        return any(has_list(arg) for arg in get_args(annotation))
     return get_origin(annotation) is list
 
 

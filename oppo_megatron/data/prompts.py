@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from itertools import accumulate, groupby
 from typing import Any
 
 import numpy as np
@@ -13,7 +16,7 @@ from oppo_megatron.data.examples import read_prompts
 from oppo_megatron.data.rows import Quarantine, RowProblems, require_some
 from oppo_megatron.data.tokenizer import Tokenizer, encode_prompt, end_of_prompt
 from oppo_megatron.errors import DataError, OppoError
-from oppo_megatron.records import Prompt
+from oppo_megatron.records import Prompt, Source
 
 Check = Callable[[Mapping[str, Any]], None]
 """Raises an OppoError if a row's other columns are unusable."""
@@ -48,8 +51,16 @@ class PromptSet:
         return replace(self, rows=rows, num_quarantined=self.num_quarantined + len(places))
 
     @property
-    def rollouts_per_pass(self) -> int:
-        return len(self.rows) * self.responses_per_prompt
+    def sources(self) -> list[Source]:
+        return [row.source for row in self.rows]
+
+    @property
+    def rollouts_per_pass(self) -> Fraction:
+        """Mean over passes, in which weights may leave a fraction of a row."""
+        return RowOrder(self.sources).epoch_rows * self.responses_per_prompt
+
+    def rollouts(self, passes: int) -> int:
+        return RowOrder(self.sources).rows(passes) * self.responses_per_prompt
 
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
@@ -90,7 +101,7 @@ def load_prompts(
             tokens = end_of_prompt(tokenizer, tokens, most)
             text = tokenizer.decode(tokens)
             truncated.add(example.row.index)
-        rows.append(Prompt(-1, example.row.index, text, tuple(tokens), example.fields, f"{file}:{line}"))
+        rows.append(Prompt(-1, example.row.index, text, tuple(tokens), example.fields, example.row.place, example.row.source))
     require_some(len(rows), config, problems)
     if is_first:
         quarantine.first = {"prompt": rows[0].text}
@@ -108,18 +119,16 @@ class PromptStream(Iterator[Prompt]):
         self, prompts: PromptSet, seed: int, *, epochs: int | None = None, limit: int | None = None, shuffle: bool = True,
         start: int = 0, left_out: Set[int] = frozenset(),
     ):  # fmt: skip
-        if not len(prompts):
-            raise DataError("the prompt set is empty; at least one prompt is needed.")
-        most = None if epochs is None else epochs * prompts.rollouts_per_pass
+        self._order = RowOrder(prompts.sources, seed, shuffle)
+        most = None if epochs is None else self._order.rows(epochs) * prompts.responses_per_prompt
         self.planned = min((end for end in (limit, most) if end is not None), default=None)
         beyond = limit
         if beyond is not None:
             for position in sorted(left_out):
                 beyond += position < beyond
         self.end: int | None = min((end for end in (beyond, most) if end is not None), default=None)
-        self._prompts, self._seed, self._shuffle, self._left_out = prompts, seed, shuffle, left_out
-        self._position, self._epoch = start, -1
-        self._order: list[int] = []
+        self._prompts, self._left_out, self._position = prompts, left_out, start
+        self._epoch, self._rows = -1, list[int]()
 
     def __next__(self) -> Prompt:
         while self._position in self._left_out:
@@ -131,18 +140,66 @@ class PromptStream(Iterator[Prompt]):
         return prompt
 
     def at(self, position: int) -> Prompt:
-        epoch, place = divmod(position // self._prompts.responses_per_prompt, len(self._prompts))
+        epoch, place = self._order.locate(position // self._prompts.responses_per_prompt)
         if epoch != self._epoch:
-            self._order = epoch_order(len(self._prompts), self._seed, epoch, self._shuffle)
-            self._epoch = epoch
-        return replace(self._prompts.rows[self._order[place]], seq_id=position)
+            self._epoch, self._rows = epoch, self._order.epoch(epoch)
+        return replace(self._prompts.rows[self._rows[place]], seq_id=position)
 
 
-def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool = True) -> list[int]:
+class RowOrder:
+    """The rows of each epoch in training order, by seed, weights and epoch alone.
+
+    An epoch has each row `weight` times.  A source with a fraction of its rows takes up, in the next epoch, where it ended:
+    after k epochs it has given k x weight x its rows, rounded up or down, and no row more than once more than another one.
+    Rows of a source, given by one entry of `sources` each, are neighbours.  Raises DataError.
+    """
+
+    def __init__(self, sources: Iterable[Source], seed: int = 0, shuffle: bool = True):
+        self.parts = [(len(list(rows)), source) for source, rows in groupby(sources)]
+        if not self.parts:
+            raise DataError("the data set is empty; at least one row is needed.")
+        for num_rows, (path, weight) in self.parts:
+            if num_rows * Fraction(repr(weight)) < 1:
+                raise DataError(
+                    f"the weight of {path} in data.path is {weight:g}, and of its {num_rows} usable rows an epoch would have less "
+                    f"than one; set it to at least {math.ceil(1000 / num_rows) / 1000:g}, or remove the entry"
+                )
+        self._seed, self._shuffle = seed, shuffle
+        shares = (num_rows * Fraction(repr(source.weight)) for num_rows, source in self.parts)
+        self._ends = list(accumulate(shares, initial=Fraction(0)))
+
+    @property
+    def epoch_rows(self) -> Fraction:
+        return self._ends[-1]
+
+    def rows(self, epochs: float) -> int:
+        """Number of rows of the first epochs; may be a fraction."""
+        return math.ceil(epochs * self.epoch_rows)
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """(epoch, place in it) of a position in the stream of all epochs."""
+        epoch = position // self.epoch_rows
+        return epoch, position - self.rows(epoch)
+
+    def epoch(self, number: int) -> list[int]:
+        slots, first = list[int](), 0
+        for place, (num_rows, _) in enumerate(self.parts):
+            # Differences of rounded sums: for shares of at least one row, none is negative.
+            begin, end = (math.ceil(k * self._ends[place + 1]) - math.ceil(k * self._ends[place]) for k in (number, number + 1))
+            passes = range(begin // num_rows, -(-end // num_rows))
+            given = [row for each in passes for row in epoch_order(num_rows, self._seed, each, self._shuffle, 1 + place)]
+            drawn = given[begin - passes.start * num_rows : end - passes.start * num_rows]
+            slots += [first + row for row in (sorted(drawn) if self._shuffle else drawn)]
+            first += num_rows
+        return [slots[place] for place in epoch_order(len(slots), self._seed, number, self._shuffle)]
+
+
+def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool = True, stream: int = 0) -> list[int]:
     """A permutation by raw Philox4x64 words, which are equal everywhere."""
     if not shuffle:
         return list(range(num_rows))
     if not 0 <= seed <= MAX_SEED:
         raise ValueError(f"seed={seed} is out of range; choose one from 0 to {MAX_SEED}.")
-    words = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(num_rows)
+    bits = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64), counter=np.array([0, 0, 0, stream], dtype=np.uint64))
+    words = bits.random_raw(num_rows)
     return [int(row) for row in np.argsort(words, kind="stable")]

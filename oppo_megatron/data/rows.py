@@ -11,7 +11,7 @@ from oppo_megatron.config.data import RowsConfig
 from oppo_megatron.data.files import data_files, file_rows
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.preflight.validate import check_data
-from oppo_megatron.records import field_at
+from oppo_megatron.records import Source, field_at
 
 Policy = Literal["error", "quarantine"]
 NUM_SHOWN = 20
@@ -19,12 +19,17 @@ NUM_SHOWN = 20
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Index (from 0, refused rows counted), place and columns of a row."""
+    """Index (from 0, refused rows counted), place, columns and entry of `data.path` of a row."""
 
     index: int
     file: str
     line: int
     values: dict[str, Any]
+    source: Source = Source()
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}:{self.line}"
 
     def get(self, column: str | None) -> Any:
         try:
@@ -131,8 +136,9 @@ def read_rows(config: RowsConfig, problems: RowProblems, templates: Sequence[str
         raise ConfigError(wrong)
     rows: list[Row] = []
     num_seen = 0
-    files = [file for path in _paths(config) for file in data_files(path, problems.quarantine.note)]
-    for path in files:
+    files = [(file, source) for source in config.sources for file in data_files(source.path, problems.quarantine.note)]
+    for path, named in files:
+        source = Source(str(named.path), named.weight)
         before = num_seen
         for line, content in file_rows(path):
             problems.quarantine.progress(f"reading {path}: {num_seen} rows")
@@ -141,7 +147,7 @@ def read_rows(config: RowsConfig, problems: RowProblems, templates: Sequence[str
             if isinstance(content, DataError):
                 problems.report(str(path), line, str(content), config.bad_rows)
             else:
-                rows.append(Row(num_seen, str(path), line, content))
+                rows.append(Row(num_seen, str(path), line, content, source))
             num_seen += 1
         else:
             if num_seen == before:
@@ -155,7 +161,7 @@ def require_some(usable: int, config: RowsConfig, problems: RowProblems) -> None
     problems.raise_errors(any_left=usable > 0)
     if usable:
         return
-    names, num_aside = ", ".join(map(str, _paths(config))), problems.num_quarantined
+    names, num_aside = ", ".join(str(source.path) for source in config.sources), problems.num_quarantined
     if not num_aside:
         raise DataError(f"data.path={names} holds no row; at least one is needed: name a file with rows in it (docs/data.md).")
     first = problems.quarantine.entries[-num_aside]
@@ -163,7 +169,3 @@ def require_some(usable: int, config: RowsConfig, problems: RowProblems) -> None
         f"data.path={names}: all {num_aside} rows were set aside, none is left; the first ({first['file']}:{first['line']}) "
         f"because: {first['reason']}. Correct the file, or the settings that the reasons name."
     )
-
-
-def _paths(config: RowsConfig) -> list[Path]:
-    return config.path if isinstance(config.path, list) else [config.path]

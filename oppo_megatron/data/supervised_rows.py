@@ -13,10 +13,11 @@ from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.evaluation import HeldoutConfig
 from oppo_megatron.config.supervised import DPOConfig, RewardModelConfig, SupervisedConfig
 from oppo_megatron.data.examples import Example, is_unequal, read_completions, read_marked, read_pairs, read_steps
-from oppo_megatron.data.prompts import epoch_order
+from oppo_megatron.data.prompts import RowOrder
 from oppo_megatron.data.rows import Quarantine, RowProblems, require_some
 from oppo_megatron.data.tokenizer import Tokenizer, encode_answers, encode_prompt, end_of_prompt, require_stop_texts
 from oppo_megatron.errors import DataError
+from oppo_megatron.records import Source
 from oppo_megatron.token_text import StepEnds
 
 RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
@@ -54,43 +55,66 @@ class Marked(NamedTuple):
     wanted: list[int]
 
 
+class Origin(NamedTuple):
+    """File and line of a row, its entry of `data.path`, and whether it was cut to `max_tokens`."""
+
+    place: str = ""
+    source: Source = Source()
+    is_cut: bool = False
+
+
+class Rows(list[RowT]):
+    """Rows, with the origin of each."""
+
+    def __init__(self, rows: Iterable[RowT], origins: Iterable[Origin] | None = None):
+        super().__init__(rows)
+        self.origins = [Origin()] * len(self) if origins is None else [*origins]
+
+    @property
+    def sources(self) -> list[Source]:
+        return [origin.source for origin in self.origins]
+
+    def at(self, places: Iterable[int]) -> Rows[RowT]:
+        chosen = list(places)
+        return Rows((self[place] for place in chosen), (self.origins[place] for place in chosen))
+
+
 class RowLoader:
     """Tokenizes a data set; `max_tokens` bounds prompt + longest answer + EOS. Its methods raise DataError."""
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, max_tokens: int, quarantine: Quarantine):
         self._config, self._tokenizer, self._max_tokens = config, tokenizer, max_tokens
         self._quarantine, self._is_first = quarantine, not quarantine.first
-        self._problems = RowProblems(quarantine)
+        self._problems, self._cut = RowProblems(quarantine), set[int]()
 
-    def completions(self) -> list[Completion]:
+    def completions(self) -> Rows[Completion]:
         examples = read_completions(self._config, self._tokenizer, self._problems)
-        rows = [Completion(*parts) for _, parts in self._tokenized(examples)]
+        rows = self._rows((example, Completion(*parts)) for example, parts in self._tokenized(examples))
         self._show_first(rows[0])
         return rows
 
-    def pairs(self) -> list[Pair]:
+    def pairs(self) -> Rows[Pair]:
         examples = read_pairs(self._config, self._tokenizer, self._problems)
-        rows = [Pair(*parts) for _, parts in self._tokenized(examples)]
+        rows = self._rows((example, Pair(*parts)) for example, parts in self._tokenized(examples))
         self._show_first(rows[0])
         return rows
 
-    def unequal_pairs(self) -> list[Pair]:
+    def unequal_pairs(self) -> Rows[Pair]:
         """Pairs for DPO, except with equal answers (margin 0)."""
         config, problems, cut = self._config, self._problems, f" once they are cut to max_tokens={self._max_tokens}"
         pairs = read_pairs(config, self._tokenizer, problems)
         pairs = [pair for pair in pairs if is_unequal(pair, pair.answers, config, problems)]
         tokenized = self._tokenized(pairs)
-        rows = [Pair(*parts) for pair, parts in tokenized if is_unequal(pair, parts[1:], config, problems, cut)]
-        require_some(len(rows), config, problems)
+        rows = self._rows((pair, Pair(*parts)) for pair, parts in tokenized if is_unequal(pair, parts[1:], config, problems, cut))
         self._show_first(rows[0])
         return rows
 
-    def marked(self) -> list[Marked]:
+    def marked(self) -> Rows[Marked]:
         """Labelled completions for KTO, or two per pair."""
         examples = read_marked(self._config, self._tokenizer, self._problems)
         wanted = {id(example): int(mark) for example, mark in examples}
         tokenized = self._tokenized([example for example, _ in examples])
-        rows = [Marked(prompt, answer, [wanted[id(example)]]) for example, (prompt, answer) in tokenized]
+        rows = self._rows((example, Marked(prompt, answer, [wanted[id(example)]])) for example, (prompt, answer) in tokenized)
         first = tokenized[0][0]
         texts = {"prompt": first.prompt, "completion": first.answers[0]}
         self._show_first(Completion(*rows[0][:2]), texts, label="wanted" if rows[0].wanted[0] else "unwanted")
@@ -107,12 +131,12 @@ class RowLoader:
             self._quarantine.note(f"{both} completions are wanted in one row and unwanted in another")
         return rows
 
-    def steps(self, separator: str) -> list[Steps]:
+    def steps(self, separator: str) -> Rows[Steps]:
         """Joined steps, tokenized as one text."""
         tokenizer = self._tokenizer
         require_stop_texts([separator], tokenizer, "separator")
         step_ends = StepEnds(separator, tokenizer.decode)
-        rows: list[Steps] = []
+        labelled_rows: list[tuple[Example, Steps]] = []
         for example, labels in read_steps(self._config, tokenizer, self._problems, separator):
             if (parts := self._tokens(example)) is None:
                 continue
@@ -131,8 +155,9 @@ class RowLoader:
             elif not kept:
                 self._refuse(example, f"no step with a label ends within max_tokens={self._max_tokens}")
             else:
-                rows.append(Steps(prompt, completion, [end for end, _ in kept], [label for _, label in kept]))
-        require_some(len(rows), self._config, self._problems)
+                row = Steps(prompt, completion, [end for end, _ in kept], [label for _, label in kept])
+                labelled_rows.append((example, row))
+        rows = self._rows(labelled_rows)
         self._show_first(Completion(*rows[0][:2]))
         return rows
 
@@ -141,6 +166,12 @@ class RowLoader:
         tokenized = [(example, parts) for example, parts in each if parts is not None]
         require_some(len(tokenized), self._config, self._problems)
         return tokenized
+
+    def _rows(self, found: Iterable[tuple[Example, RowT]]) -> Rows[RowT]:
+        kept = list(found)
+        require_some(len(kept), self._config, self._problems)
+        origins = (Origin(example.row.place, example.row.source, id(example) in self._cut) for example, _ in kept)
+        return Rows((row for _, row in kept), origins)
 
     def _tokens(self, example: Example) -> list[list[int]] | None:
         tokenizer, row, max_tokens = self._tokenizer, example.row, self._max_tokens
@@ -162,6 +193,7 @@ class RowLoader:
             reason = f"prompt and answer have {len(prompt) + longest} tokens, more than max_tokens={max_tokens}"
             self._problems.report(row.file, row.line, reason, self._config.long_rows, setting="data.long_rows")
             return None
+        self._cut.add(id(example))
         # The prompt's beginning is cut, to no less than half of `max_tokens`; then the answers' ends, and their EOS.
         room = max(max_tokens - longest, max_tokens // 2)
         prompt = end_of_prompt(tokenizer, prompt, room) if room < len(prompt) else prompt
@@ -184,7 +216,7 @@ class RowLoader:
         } | more
 
 
-def load_rows(config: SupervisedConfig, data: DataConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> list[Any]:
+def load_rows(config: SupervisedConfig, data: DataConfig, tokenizer: Tokenizer, quarantine: Quarantine) -> Rows[Any]:
     loader = RowLoader(data, tokenizer, config.max_tokens, quarantine)
     if isinstance(config, DPOConfig):
         return loader.unequal_pairs() if config.of_pairs else loader.marked()
@@ -206,18 +238,18 @@ def num_duplicates(rows: Sequence[Any]) -> int:
 
 
 def read_heldout(
-    evaluation: HeldoutConfig | None, seed: int, rows: list[RowT], read: Callable[[DataConfig], list[RowT]]
-) -> tuple[list[RowT], list[RowT]]:
+    evaluation: HeldoutConfig | None, seed: int, rows: Rows[RowT], read: Callable[[DataConfig], Rows[RowT]]
+) -> tuple[Rows[RowT], Rows[RowT]]:
     """(training rows, held-out rows)."""
     if evaluation is None:
-        return rows, []
+        return rows, Rows(())
     if evaluation.data is not None:
         return rows, read(evaluation.data)
     assert evaluation.fraction is not None, "the cross-checks require one of both"
     return split_rows(rows, evaluation.fraction, seed)
 
 
-def split_rows(rows: Sequence[RowT], fraction: float, seed: int) -> tuple[list[RowT], list[RowT]]:
+def split_rows(rows: Rows[RowT], fraction: float, seed: int) -> tuple[Rows[RowT], Rows[RowT]]:
     """(training rows, held-out rows), each in order; rows with the same prompt stay together. Raises DataError if one is empty.
 
     A hash of prompt and seed orders prompts, taken up to `fraction` of the rows; one with too many rows is skipped.
@@ -236,7 +268,7 @@ def split_rows(rows: Sequence[RowT], fraction: float, seed: int) -> tuple[list[R
             f"{len(held)}: rows of one prompt stay together, and both sides need some; name files of held-out rows with "
             "evaluation.data, or give more rows"
         )
-    return [row for place, row in enumerate(rows) if place not in held], [rows[place] for place in sorted(held)]
+    return rows.at(place for place in range(len(rows)) if place not in held), rows.at(sorted(held))
 
 
 def describe_seen(held: Iterable[Sequence[int]], trained: Iterable[Sequence[int]]) -> list[str]:
@@ -261,28 +293,25 @@ class Passed(NamedTuple):
 BEGINNING = Passed()
 
 
-def num_batches(num_rows: int, batch_size: int, epochs: float, max_steps: int | None, passed: Passed = BEGINNING) -> int:
+def num_batches(order: RowOrder, batch_size: int, epochs: float, max_steps: int | None, passed: Passed = BEGINNING) -> int:
     """Steps of the whole run, with those passed."""
-    left = max(0, math.ceil(epochs * num_rows) - passed.rows)
+    left = max(0, order.rows(epochs) - passed.rows)
     steps = passed.steps + math.ceil(left / batch_size)
     return steps if max_steps is None else min(steps, max_steps)
 
 
 def batches(
-    num_rows: int, batch_size: int, seed: int, epochs: float, max_steps: int | None, shuffle: bool = True,
-    passed: Passed = BEGINNING,
-) -> Iterator[list[int]]:  # fmt: skip
+    order: RowOrder, batch_size: int, epochs: float, max_steps: int | None, passed: Passed = BEGINNING
+) -> Iterator[list[int]]:
     """Row indices of each step after `passed`. Epochs join without a gap: only the last batch may be smaller."""
-    if num_rows < 1:
-        raise DataError("the data set is empty; at least one row is needed.")
-    left = math.ceil(epochs * num_rows) - passed.rows
-    epoch, first = divmod(passed.rows, num_rows)
-    pending = epoch_order(num_rows, seed, epoch, shuffle)[first:]
-    for _ in range(passed.steps, num_batches(num_rows, batch_size, epochs, max_steps, passed)):
+    left = order.rows(epochs) - passed.rows
+    epoch, first = order.locate(passed.rows)
+    pending = order.epoch(epoch)[first:]
+    for _ in range(passed.steps, num_batches(order, batch_size, epochs, max_steps, passed)):
         size = min(batch_size, left)
         left -= size
         while len(pending) < size:
             epoch += 1
-            pending.extend(epoch_order(num_rows, seed, epoch, shuffle))
+            pending.extend(order.epoch(epoch))
         yield pending[:size]
         pending = pending[size:]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
@@ -119,12 +120,12 @@ def require_resumable(done: int, steps: int | None) -> None:
         )
 
 
-def require_prompts(ahead: Ahead, most: int | None, a_pass: int) -> None:
+def require_prompts(ahead: Ahead, most: int | None, a_pass: Fraction | int) -> None:
     if most is not None and ahead.position > most:
         passes = math.ceil(ahead.position / a_pass)
         raise CheckpointError(
             f"epochs comes to {most // a_pass}, but the checkpoint's run was at prompt {ahead.position}, in pass "
-            f"{passes} over {a_pass} prompts: there is no way back to fewer; set epochs to {passes} or "
+            f"{passes} over {math.ceil(a_pass)} prompts: there is no way back to fewer; set epochs to {passes} or "
             "more, or give steps without it"
         )
 

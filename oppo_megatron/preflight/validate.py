@@ -285,8 +285,7 @@ def check_data(name: str, data: RowsConfig, templates: Sequence[str]) -> list[st
 
 
 def check_rows(name: str, data: RowsConfig) -> list[str]:
-    paths = data.path if isinstance(data.path, list) else [data.path]
-    return [problem for path in paths for problem in check_files(f"{name}.path", path)]
+    return [problem for source in data.sources for problem in check_files(f"{name}.path", source.path)]
 
 
 def _check_reference_file(config: DPOConfig) -> Iterator[str]:

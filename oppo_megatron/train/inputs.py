@@ -86,7 +86,7 @@ def _require_training(config: TrainSettings, prompts: PromptSet) -> None:
     warming, passes = config.ppo.critic_warmup_steps, config.passes
     if not warming or passes is None:
         return
-    steps = -(-passes * prompts.rollouts_per_pass // batch_rows(config))
+    steps = -(-prompts.rollouts(passes) // batch_rows(config))
     if steps <= warming:
         raise ConfigError(
             f"ppo.critic_warmup_steps is {warming}, but {passes} x {len(prompts)} prompts are {steps} steps, and the policy "

@@ -22,6 +22,7 @@ from oppo_megatron.cluster.process_groups import use_once
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.config.supervised import DPOConfig, RewardModelConfig, SupervisedConfig
+from oppo_megatron.data.prompts import RowOrder
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import BEGINNING, Passed, batches, load_rows, num_batches, read_heldout
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
@@ -65,6 +66,7 @@ class SupervisedTrainer(Saveable, Generic[RowT]):
     config: SupervisedConfig
     task: Task[RowT]
     rows: Sequence[RowT]
+    order: RowOrder
     heldout: Heldout[RowT] | None
     trained: TrainedModel
     saver: Saver
@@ -80,9 +82,7 @@ class SupervisedTrainer(Saveable, Generic[RowT]):
         config = self.config
         if self.passed.steps == 0:
             self._measure()
-        for index in batches(
-            len(self.rows), config.batch_size, config.seed, config.epochs, config.steps, config.data.shuffle, self.passed
-        ):
+        for index in batches(self.order, config.batch_size, config.epochs, config.steps, self.passed):
             if self.over:  # a run that is resumed may have been
                 break
             figures = self._step(index) | self.saver.take_cost()
@@ -237,14 +237,15 @@ def _build(
     heldout = None
     if evaluation is not None:
         heldout = Heldout(evaluation, config.early_stop, task, held, config.metrics, world, take_point)
-        held = list(heldout.rows)
+        held = held.at(range(len(heldout.rows)))
 
     saver = Saver(config, world, preemption, lambda: row_data(config, rows), {"kind": task.title, "reference": None})
     found, start = find_checkpoint(config, world), [describe_missing(config.run_dir)] if config.resume else []
     began, before_s = BEGINNING, 0.0
     if found is not None:
         began, before_s = Passed(found.state["done"], found.state["rows"]), found.state["elapsed_s"]
-    steps = num_batches(len(rows), config.batch_size, config.epochs, config.steps, began)
+    order = RowOrder(rows.sources, config.seed, config.data.shuffle)
+    steps = num_batches(order, config.batch_size, config.epochs, config.steps, began)
     if found is not None:  # before any file of the run is touched
         _require_same_run(found, saver, config, steps)
         start = saver.describe(found)
@@ -270,11 +271,13 @@ def _build(
             if found is not None:
                 _require_same_reference(found, reference.fingerprint)
             saver.extra["reference"] = reference.fingerprint
-            model = reference.make(task.all_answers(config, rows, held, began), load)
+            model = reference.make(task.all_answers(config, rows, order, held, began), load)
         else:
             model = load(config.model)
     trained = TrainedModel(model, config.optimizer, steps)
-    trainer = SupervisedTrainer(config, task, rows, heldout, trained, saver, report, spans, memory, began, steps, take_point)
+    trainer = SupervisedTrainer(
+        config, task, rows, order, heldout, trained, saver, report, spans, memory, began, steps, take_point
+    )
     if found is not None:
         trainer.restore(found)
     return trainer

@@ -31,6 +31,7 @@ from oppo_megatron.cluster.world import World
 from oppo_megatron.config.evaluation import PREFERENCE_METRICS, EarlyStopConfig, HeldoutConfig
 from oppo_megatron.config.supervised import DPOConfig
 from oppo_megatron.control.estimates import Figures, moments_of, ratios
+from oppo_megatron.data.prompts import RowOrder
 from oppo_megatron.data.supervised_rows import Completion, Marked, Pair, Passed, Steps, batches
 from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.mcore.batch import Answered, MicroBatch, pack_at, pack_responses, pack_together, whole_sequences
@@ -163,11 +164,13 @@ class Preferences(Task[RowT]):
     @abstractmethod
     def columns(self, batch: MicroBatch, logp_S: Tensor) -> dict[str, Tensor]: ...
 
-    def all_answers(self, config: DPOConfig, rows: Sequence[RowT], held: Sequence[RowT], passed: Passed) -> list[Answered]:
+    def all_answers(
+        self, config: DPOConfig, rows: Sequence[RowT], order: RowOrder, held: Sequence[RowT], passed: Passed
+    ) -> list[Answered]:
         others = [*self.mismatched(held)]
         if self.has_mismatched:
-            order = batches(len(rows), config.batch_size, config.seed, config.epochs, config.steps, config.data.shuffle, passed)
-            others += [other for index in order for other in self.mismatched([rows[i] for i in index])]
+            steps = batches(order, config.batch_size, config.epochs, config.steps, passed)
+            others += [other for index in steps for other in self.mismatched([rows[i] for i in index])]
         return [answer for row in (*rows, *held, *others) for answer in self.answers(row)]
 
     def mismatched(self, rows: Sequence[RowT]) -> Sequence[RowT]:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, Qwen2Tokenizer
 
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.supervised import SFTConfig
-from oppo_megatron.data.supervised_rows import Pair, split_rows
+from oppo_megatron.data.supervised_rows import Pair, Rows, split_rows
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.errors import CapacityError, CheckpointError, ConfigError, DataError
 from oppo_megatron.rundir.checkpoints import CheckpointStore
@@ -158,7 +158,7 @@ def summary(run_dir: Path) -> dict[str, Any]:
 
 
 def held(inputs: Path, kind: str, fraction: float = 0.5, seed: int = 1) -> list[tuple[list[int], list[list[int]]]]:
-    rows = [(prompt, *answers) for prompt, answers in token_rows(inputs, kind)]
+    rows = Rows((prompt, *answers) for prompt, answers in token_rows(inputs, kind))
     return [(prompt, answers) for prompt, *answers in split_rows(rows, fraction, seed)[1]]
 
 

@@ -1,7 +1,9 @@
 """Prompt sets and the stream: lengths, order, identity over epochs; and lengths that a trace forces."""
 
 import csv
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
@@ -16,13 +18,13 @@ from oppo_megatron.clock import ByTime, by_time
 from oppo_megatron.config.data import DataConfig, PromptDataConfig
 from oppo_megatron.config.ppo import LENGTH_DRAW, ForcedLengths, RolloutConfig
 from oppo_megatron.data.length_trace import LengthTrace, forced_quantile, read_length_trace, trace_problems
-from oppo_megatron.data.prompts import PromptSet, PromptStream, epoch_order, load_prompts
+from oppo_megatron.data.prompts import PromptSet, PromptStream, RowOrder, epoch_order, load_prompts
 from oppo_megatron.data.rows import Quarantine
 from oppo_megatron.data.supervised_rows import Completion, RowLoader
 from oppo_megatron.engine.sampler import uniforms
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.errors import DataError, RewardError
-from oppo_megatron.records import Prompt
+from oppo_megatron.records import Prompt, Source
 from tests.support.rows import write_rows
 from tests.support.tokenizers import CharacterTokenizer
 
@@ -30,7 +32,13 @@ TOKENIZER = CharacterTokenizer()
 
 
 def plain_set(num_rows: int, responses_per_prompt: int = 1) -> PromptSet:
-    rows = [Prompt(-1, i, chr(97 + i), (97 + i,), {}, f"f:{i + 1}") for i in range(num_rows)]
+    return weighted_set([(num_rows, 1.0)], responses_per_prompt)
+
+
+def weighted_set(files: Sequence[tuple[int, float]], responses_per_prompt: int = 1) -> PromptSet:
+    """Files of so many rows, each with a weight."""
+    sources = [Source(f"f{number}", weight) for number, (num_rows, weight) in enumerate(files) for _ in range(num_rows)]
+    rows = [Prompt(-1, i, chr(97 + i), (97 + i,), {}, f"f:{i + 1}", source) for i, source in enumerate(sources)]
     return PromptSet(rows, responses_per_prompt=responses_per_prompt)
 
 
@@ -165,6 +173,65 @@ def philox4x64(counter: int, key: tuple[int, int]) -> list[int]:
         x = [high1 ^ x[1] ^ k0, low1, high0 ^ x[3] ^ k1, low0]
         k0, k1 = (k0 + 0x9E3779B97F4A7C15) & mask, (k1 + 0xBB67AE8584CAA73B) & mask
     return x
+
+
+def weighted_files() -> st.SearchStrategy[list[tuple[int, float]]]:
+    weights = st.sampled_from([1.0, 2.0, 3.0]) | st.floats(0.05, 4).map(lambda weight: round(weight, 3))
+    return st.lists(st.tuples(st.integers(1, 12), weights).filter(lambda file: file[0] * file[1] >= 1.001), min_size=1, max_size=4)
+
+
+@given(files=weighted_files(), num_epochs=st.integers(1, 7), seed=st.integers(0, 2**64 - 1), shuffle=st.booleans())
+def test_each_files_share_is_exact_within_one_row_after_every_epoch_and_its_rows_come_in_turn(
+    files: list[tuple[int, float]], num_epochs: int, seed: int, shuffle: bool
+) -> None:
+    order = RowOrder(weighted_set(files).sources, seed, shuffle)
+    starts = np.cumsum([0, *(num_rows for num_rows, _ in files)]).tolist()
+    counts, total = Counter[int](), sum(num_rows * Fraction(str(weight)) for num_rows, weight in files)
+    for epoch in range(num_epochs):
+        assert order.locate(counts.total()) == (epoch, 0)
+        counts.update(rows := order.epoch(epoch))
+        assert order.locate(counts.total() - 1) == (epoch, len(rows) - 1)
+        assert counts.total() == order.rows(epoch + 1) and 0 <= counts.total() - (epoch + 1) * total < 1
+        for (num_rows, weight), start in zip(files, starts[:-1], strict=True):
+            own = [counts[row] for row in range(start, start + num_rows)]
+            share = (epoch + 1) * num_rows * Fraction(str(weight))
+            assert abs(sum(own) - share) < 1 and max(own) - min(own) <= 1
+            assert weight != int(weight) or len(set(own)) == 1, "a whole weight gives whole passes each epoch"
+    assert shuffle or all(order.epoch(epoch) == sorted(order.epoch(epoch), key=lambda row: np.searchsorted(starts, row, "right"))
+                          for epoch in range(num_epochs)), "the files' order"  # fmt: skip
+
+
+@given(
+    files=weighted_files(), responses=st.integers(1, 3), start=st.integers(0, 150), seed=st.integers(0, 99),
+    epochs=st.integers(1, 4), limit=st.none() | st.integers(0, 60),
+)  # fmt: skip
+def test_a_weighted_stream_resumes_at_any_position(
+    files: list[tuple[int, float]], responses: int, start: int, seed: int, epochs: int, limit: int | None
+) -> None:
+    prompts = weighted_set(files, responses)
+    whole = list(PromptStream(prompts, seed, epochs=epochs, limit=limit))
+    assert len(whole) == min(prompts.rollouts(epochs), prompts.rollouts(epochs) if limit is None else limit)
+    assert [prompt.seq_id for prompt in whole] == list(range(len(whole)))
+    assert list(PromptStream(prompts, seed, epochs=epochs, limit=limit, start=start)) == whole[start:]
+    stream = PromptStream(prompts, seed)
+    assert all(stream.at(prompt.seq_id) == prompt for prompt in reversed(whole))
+    rows = [row for epoch in range(epochs) for row in RowOrder(prompts.sources, seed).epoch(epoch)]
+    assert [prompt.row for prompt in whole[::responses]] == rows[: -(-len(whole) // responses)]
+
+
+@given(sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4), seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 9))
+def test_without_weights_any_number_of_files_has_the_order_of_one(sizes: list[int], seed: int, epoch: int) -> None:
+    order = RowOrder(weighted_set([(size, 1.0) for size in sizes]).sources, seed)
+    assert order.epoch(epoch) == epoch_order(sum(sizes), seed, epoch)
+
+
+def test_a_fraction_of_a_file_is_drawn_from_all_of_it_and_too_small_a_one_is_refused() -> None:
+    order = RowOrder(weighted_set([(100, 0.25), (5, 1.0)]).sources, 3)
+    first = sorted(row for row in order.epoch(0) if row < 100)
+    assert len(first) == 25 and first != list(range(25)) and first[-1] > 75
+    assert sorted(row for epoch in range(4) for row in order.epoch(epoch) if row < 100) == list(range(100))
+    with pytest.raises(DataError, match=r"the weight of f0 in data.path is 0.3, and of its 3 usable rows .* at least 0.334"):
+        PromptStream(weighted_set([(3, 0.3), (9, 1.0)]), 1)
 
 
 AZURE, DEEPSEEK = "trace_azure_2023_conv.csv", "trace_servegen_deepseek_r1_hist.csv"

@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from oppo_megatron.config.data import DataConfig, TokenizerConfig
 from oppo_megatron.data import generated
 from oppo_megatron.data.generated import Problem, Shape, problems
+from oppo_megatron.data.prompts import RowOrder
 from oppo_megatron.data.rows import Quarantine
-from oppo_megatron.data.supervised_rows import Completion, Marked, RowLoader, Steps, batches, num_batches
+from oppo_megatron.data.supervised_rows import Completion, Marked, Passed, RowLoader, Steps, batches, num_batches, split_rows
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer, train_sentencepiece
 from oppo_megatron.errors import DataError
+from oppo_megatron.records import Source
 from oppo_megatron.rewards.verifiers import verify
 from tests.support.rows import write_rows
 from tests.support.tokenizers import CharacterTokenizer
@@ -107,9 +109,10 @@ def test_truncation_keeps_the_prompts_end_and_the_answers_beginning(
     max_steps=st.one_of(st.none(), st.integers(1, 20)), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_batches_give_every_row_once_an_epoch(num_rows: int, batch_size: int, epochs: float, max_steps: Any, seed: int) -> None:
-    steps = list(batches(num_rows, batch_size, seed, epochs, max_steps))
-    assert steps == list(batches(num_rows, batch_size, seed, epochs, max_steps))
-    assert len(steps) == num_batches(num_rows, batch_size, epochs, max_steps) >= 1
+    order = RowOrder([Source()] * num_rows, seed)
+    steps = list(batches(order, batch_size, epochs, max_steps))
+    assert steps == list(batches(order, batch_size, epochs, max_steps))
+    assert len(steps) == num_batches(order, batch_size, epochs, max_steps) >= 1
     assert all(len(step) == batch_size for step in steps[:-1]) and 1 <= len(steps[-1]) <= batch_size
     indices = [index for step in steps for index in step]
     if max_steps is None:
@@ -122,11 +125,45 @@ def test_batches_give_every_row_once_an_epoch(num_rows: int, batch_size: int, ep
 
 
 def test_epochs_are_shuffled_apart() -> None:
-    (one, two) = batches(50, 50, seed=3, epochs=2, max_steps=None)
+    (one, two) = batches(RowOrder([Source()] * 50, 3), 50, epochs=2, max_steps=None)
     assert one != two and one != sorted(one) and sorted(one) == sorted(two)
-    assert next(batches(5, 5, seed=3, epochs=1, max_steps=None, shuffle=False)) == [0, 1, 2, 3, 4]
-    with pytest.raises(DataError):
-        next(batches(0, 5, seed=3, epochs=1, max_steps=None))
+    assert next(batches(RowOrder([Source()] * 5, 3, shuffle=False), 5, epochs=1, max_steps=None)) == [0, 1, 2, 3, 4]
+
+
+@given(
+    sources=st.lists(st.tuples(st.integers(1, 9), st.sampled_from([1.0, 1.5, 2.0, 3.25])), min_size=1, max_size=3),
+    batch_size=st.integers(1, 7), epochs=st.floats(0.3, 3), seed=st.integers(0, 9), stop=st.integers(0, 20),
+)  # fmt: skip
+def test_weighted_batches_are_the_epochs_joined_and_go_on_after_any_step(
+    sources: Any, batch_size: int, epochs: float, seed: int, stop: int
+) -> None:
+    order = RowOrder([Source(f"{n}", weight) for n, (rows, weight) in enumerate(sources) for _ in range(rows)], seed)
+    steps = list(batches(order, batch_size, epochs, None))
+    joined = [row for epoch in range(4) for row in order.epoch(epoch)]
+    given_rows = math.ceil(epochs * sum(rows * weight for rows, weight in sources))
+    assert [row for step in steps for row in step] == joined[:given_rows]
+    stop = min(stop, len(steps))
+    passed = Passed(stop, sum(map(len, steps[:stop])))
+    assert list(batches(order, batch_size, epochs, None, passed)) == steps[stop:]
+
+
+def test_each_row_keeps_the_weight_and_place_of_its_file_and_held_out_rows_leave_it(tmp_path: Path) -> None:
+    for name in ("a", "b0", "b1"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"prompt": "{name}{n}", "completion": "c"}}\n' for n in range(4)))
+    (tmp_path / "b0.jsonl").open("a").write("[]\n")
+    config = DataConfig.model_validate(
+        {"path": [tmp_path / "a.jsonl", {"path": tmp_path / "b*.jsonl", "weight": 2}], "bad_rows": "quarantine"}
+    )
+    rows = loader(config).completions()
+    pattern = Source(f"{tmp_path / 'b*.jsonl'}", 2.0)
+    assert rows.sources == [Source(f"{tmp_path / 'a.jsonl'}", 1.0)] * 4 + [pattern] * 8
+    assert [origin.place for origin in rows.origins][3:5] == [f"{tmp_path / 'a.jsonl'}:4", f"{tmp_path / 'b0.jsonl'}:1"]
+    assert Counter(RowOrder(rows.sources).epoch(0)) == {place: 1 if place < 4 else 2 for place in range(12)}
+    training, held = split_rows(rows, 0.25, 1)
+    texts = {TOKENIZER.decode(row.prompt): origin for row, origin in zip(rows, rows.origins, strict=True)}
+    for part in (training, held):
+        assert [texts[TOKENIZER.decode(row.prompt)] for row in part] == part.origins
+    assert len(held) == 3 and len(training) == 9
 
 
 def test_real_preference_pairs_and_solutions(shared_data: Path) -> None:

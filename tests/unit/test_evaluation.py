@@ -19,7 +19,7 @@ from oppo_megatron.config.run import RunConfig
 from oppo_megatron.config.run_rules import heldout_rules
 from oppo_megatron.config.supervised import DPOConfig, RewardModelConfig, SFTConfig
 from oppo_megatron.control.estimates import estimate, moments_of, paired_difference, ratios
-from oppo_megatron.data.supervised_rows import describe_seen, split_rows
+from oppo_megatron.data.supervised_rows import Rows, describe_seen, split_rows
 from oppo_megatron.errors import DataError
 from oppo_megatron.evaluation.grading import LENGTH, Answer, Judged, as_json, as_table
 from oppo_megatron.mcore.vocab import VocabShards, likeliest_share
@@ -56,8 +56,8 @@ def test_a_prompt_counts_once_and_table_and_json_have_the_same_figures() -> None
     assert length.startswith(LENGTH) and [line.split()[2] for line in ended] == ["eos", "length"]
 
 
-def rows_of(prompts: Iterable[int]) -> list[tuple[list[int], list[int]]]:
-    return [([prompt], [place]) for place, prompt in enumerate(prompts)]
+def rows_of(prompts: Iterable[int]) -> Rows[tuple[list[int], list[int]]]:
+    return Rows(([prompt], [place]) for place, prompt in enumerate(prompts))
 
 
 @pytest.mark.parametrize("fraction", [0.05, 0.1, 0.5, 0.9])

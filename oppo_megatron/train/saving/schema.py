@@ -77,8 +77,9 @@ EARLY_STOP = record(best=Measured | None, worse=Count, last=Measured | None)
 PLACE = record(ranks=list[Count], tp=Count, pp=Count, dp=Count, slots=Count)
 BOOK = record(replicas=list[Pair], cached=list[list[Pair]], outputs=optional(list[Pair]), outlived=optional(list[Pair]))
 DATA = record(  # groups and greedy responses exist in PPO only
-    seed=int, shuffle=bool, rows=Count, fingerprint=str, group_size=(Count, 1), greedy=(bool, False)
-)
+    seed=int, shuffle=bool, rows=Count, fingerprint=str, weights=(list_of(Measured), []), group_size=(Count, 1),
+    greedy=(bool, False),
+)  # fmt: skip
 ADAPTERS = record(rank=Count, alpha=float, targets=list[str])
 
 COMMON: dict[str, Any] = {

@@ -27,14 +27,15 @@ from oppo_megatron.cluster.world import World
 from oppo_megatron.config.derived import adapters, batch_rows, members
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import SupervisedConfig
-from oppo_megatron.data.prompts import PromptSet, PromptStream
+from oppo_megatron.data.prompts import PromptSet, PromptStream, RowOrder
+from oppo_megatron.data.supervised_rows import Rows
 from oppo_megatron.engine.round_runner import RoundRunner
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.placements import MODEL_FIELDS
 from oppo_megatron.mcore.weights.dist_source import INDEX
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.overcommit.ahead import Ahead, require_bounded_deferrals, require_prompts, require_resumable, require_work
-from oppo_megatron.records import Rollout
+from oppo_megatron.records import Rollout, Source
 from oppo_megatron.rundir.checkpoints import CheckpointStore, Position
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.manifest import OtherFormatError, find_damage, find_misfits, read_manifest
@@ -126,6 +127,7 @@ FIXED = {
     "seed": "seed",
     "shuffle": "data.shuffle",
     "rows": "the number of usable {noun}",
+    "weights": "data.path, as a list of usable {noun} and their weight,",
     "group_size": "rollout.group_size",
     "greedy": "whether a prompt has a greedy response (algorithm.baseline)",
 }
@@ -158,20 +160,22 @@ def frozen_models(settings: Mapping[str, Any]) -> list[list[Any]]:
 
 
 def prompt_data(config: TrainConfig, prompts: PromptSet) -> dict[str, Any]:
-    data = _data(config, len(prompts), prompts.fingerprint())
+    data = _data(config, prompts.sources, prompts.fingerprint())
     return data | {"group_size": config.rollout.group_size, "greedy": config.algorithm.greedy}
 
 
-def row_data(config: SupervisedConfig, rows: Sequence[tuple[list[Any], ...]]) -> dict[str, Any]:
+def row_data(config: SupervisedConfig, rows: Rows[Any]) -> dict[str, Any]:
     digest = hashlib.sha256()
     for part in (part for row in rows for part in row):
         code = "d" if any(isinstance(value, float) for value in part) else "q"
         digest.update(len(part).to_bytes(8, "little") + array(code, part).tobytes())
-    return _data(config, len(rows), digest.hexdigest())
+    return _data(config, rows.sources, digest.hexdigest())
 
 
-def _data(config: TrainConfig | SupervisedConfig, rows: int, fingerprint: str) -> dict[str, Any]:
-    return {"seed": config.seed, "shuffle": config.data.shuffle, "rows": rows, "fingerprint": fingerprint}
+def _data(config: TrainConfig | SupervisedConfig, sources: Sequence[Source], fingerprint: str) -> dict[str, Any]:
+    data = {"seed": config.seed, "shuffle": config.data.shuffle, "rows": len(sources), "fingerprint": fingerprint}
+    weights = [[num_rows, source.weight] for num_rows, source in RowOrder(sources).parts]
+    return data | {"weights": weights if any(weight != 1 for _, weight in weights) else []}
 
 
 def adapter_state(config: TrainConfig | SupervisedConfig) -> dict[str, Any]:
@@ -213,7 +217,7 @@ def require_same_run(
     found: Found, data: Mapping[str, Any], config: TrainConfig | SupervisedConfig, noun: str = "prompts"
 ) -> None:
     """Raise CheckpointError naming the change if data or adapters differ; `noun`: word for the data."""
-    saved = found.state["data"]
+    saved = {"weights": []} | found.state["data"]
     for name in (name for name in FIXED if name in data):
         if saved[name] != data[name]:
             raise CheckpointError(
@@ -247,7 +251,7 @@ def rest_of_run(found: Found, data: Mapping[str, Any], config: TrainConfig, prom
     ahead = found.ahead(left_out)
     require_resumable(ahead.done, config.steps)
     a_pass, passes = prompts.rollouts_per_pass, config.passes
-    most = None if passes is None else passes * a_pass
+    most = None if passes is None else prompts.rollouts(passes)
     require_prompts(ahead, most, a_pass)
     if RunDirectory(config.run_dir).finished:
         require_work(ahead, config.steps, most, batch_rows(config))
