@@ -84,7 +84,7 @@ stage() {
 heldout=$([[ $variant == short ]] && echo 50 || echo 200)
 echo "== data and tokenizer"
 [[ -f $out/data/train.jsonl ]] || python3 "$here/prepare.py" "$data" "$out/data" "$heldout"
-[[ -f $out/tokenizer.model ]] || oppo tokenizer "$out/data/train.jsonl" "$out/data/pairs.jsonl" \
+[[ -f $out/tokenizer.model ]] || oppo data tokenizer "$out/data/train.jsonl" "$out/data/pairs.jsonl" \
   --out "$out/tokenizer.model" --vocab-size 2048
 stage sft sft sft.yaml
 stage rm rm rm.yaml

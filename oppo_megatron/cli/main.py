@@ -39,7 +39,7 @@ COMMANDS = (
     Command("dpo", "oppo_megatron.cli.run", "train an actor on chosen/rejected rows (DPO), or on judged ones (KTO)"),
     Command("generate", "oppo_megatron.cli.generate", "let a trained policy answer prompts or chat"),
     Command("eval", "oppo_megatron.cli.eval", "judge trained policies on held-out prompts, side by side"),
-    Command("tokenizer", "oppo_megatron.cli.tokenizer", "train a sentencepiece tokenizer on JSONL rows"),
+    Command("data", "oppo_megatron.cli.data", "show rows as the model reads them; train a tokenizer on rows"),
     Command("convert", "oppo_megatron.cli.convert", "rewrite weights: Hugging Face, Megatron, NeMo-Aligner"),
     Command("plan", "oppo_megatron.cli.plan", "search placements, simulate runs, draw schedules, measure"),
     Command("config", "oppo_megatron.cli.config", "write a file to start from, explain settings, print a file resolved"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -50,6 +50,16 @@ def add_config_arguments(parser: argparse.ArgumentParser, **config: Any) -> None
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="a.b=c", help="settings that replace the file's; a.b=null takes one out"
     )
+
+
+def add_modes(parser: argparse.ArgumentParser, modes: Mapping[str, Any]) -> None:
+    """Add subcommands; each module has HELP (one line), `add_arguments` and `run`, which becomes `run_mode`."""
+    subparsers = parser.add_subparsers(dest="mode", metavar="MODE", required=True)
+    for name, module in modes.items():
+        mode = subparsers.add_parser(name, help=module.HELP, description=f"{module.HELP}.")
+        add_debug_argument(mode)
+        module.add_arguments(mode)
+        mode.set_defaults(run_mode=module.run)
 
 
 def at_least(least: int) -> Callable[[str], int]:

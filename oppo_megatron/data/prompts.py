@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate, groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,14 @@ from oppo_megatron.records import Prompt, Source
 Check = Callable[[Mapping[str, Any]], None]
 """Raises an OppoError if a row's other columns are unusable."""
 MAX_SEED = 2**64 - 1
+
+
+class Origin(NamedTuple):
+    """File and line of a row, its entry of `data.path`, and whether it was cut."""
+
+    place: str = ""
+    source: Source = Source()
+    is_cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +57,10 @@ class PromptSet:
         """Set the rows at `places` aside."""
         rows = [row for place, row in enumerate(self.rows) if place not in places]
         return replace(self, rows=rows, num_quarantined=self.num_quarantined + len(places))
+
+    @property
+    def origins(self) -> list[Origin]:
+        return [Origin(row.place, row.source, row.row in self.truncated) for row in self.rows]
 
     @property
     def sources(self) -> list[Source]:
@@ -101,7 +113,7 @@ def load_prompts(
             tokens = end_of_prompt(tokenizer, tokens, most)
             text = tokenizer.decode(tokens)
             truncated.add(example.row.index)
-        rows.append(Prompt(-1, example.row.index, text, tuple(tokens), example.fields, example.row.place, example.row.source))
+        rows.append(Prompt(-1, example.row.index, text, tuple(tokens), example.fields, f"{file}:{line}", example.row.source))
     require_some(len(rows), config, problems)
     if is_first:
         quarantine.first = {"prompt": rows[0].text}
@@ -149,9 +161,8 @@ class PromptStream(Iterator[Prompt]):
 class RowOrder:
     """The rows of each epoch in training order, by seed, weights and epoch alone.
 
-    An epoch has each row `weight` times.  A source with a fraction of its rows takes up, in the next epoch, where it ended:
-    after k epochs it has given k x weight x its rows, rounded up or down, and no row more than once more than another one.
-    Rows of a source, given by one entry of `sources` each, are neighbours.  Raises DataError.
+    An epoch has each row `weight` times.  A source that ends an epoch within a pass over its rows continues this pass in the next
+    epoch: after k epochs it has given k x weight x its rows, rounded up or down.  `sources`: of each row.  Raises DataError.
     """
 
     def __init__(self, sources: Iterable[Source], seed: int = 0, shuffle: bool = True):
@@ -161,16 +172,13 @@ class RowOrder:
         for num_rows, (path, weight) in self.parts:
             if num_rows * Fraction(repr(weight)) < 1:
                 raise DataError(
-                    f"the weight of {path} in data.path is {weight:g}, and of its {num_rows} usable rows an epoch would have less "
-                    f"than one; set it to at least {math.ceil(1000 / num_rows) / 1000:g}, or remove the entry"
+                    f"the weight of {path} in data.path is {weight:g}, and an epoch would have less than one of its {num_rows} "
+                    f"usable rows; set it to at least {math.ceil(1000 / num_rows) / 1000:g}, or remove the entry"
                 )
         self._seed, self._shuffle = seed, shuffle
         shares = (num_rows * Fraction(repr(source.weight)) for num_rows, source in self.parts)
         self._ends = list(accumulate(shares, initial=Fraction(0)))
-
-    @property
-    def epoch_rows(self) -> Fraction:
-        return self._ends[-1]
+        self.epoch_rows = self._ends[-1]
 
     def rows(self, epochs: float) -> int:
         """Number of rows of the first epochs; may be a fraction."""

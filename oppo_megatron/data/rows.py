@@ -27,10 +27,6 @@ class Row:
     values: dict[str, Any]
     source: Source = Source()
 
-    @property
-    def place(self) -> str:
-        return f"{self.file}:{self.line}"
-
     def get(self, column: str | None) -> Any:
         try:
             return None if column is None else field_at(self.values, column)

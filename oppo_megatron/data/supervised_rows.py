@@ -13,7 +13,7 @@ from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.evaluation import HeldoutConfig
 from oppo_megatron.config.supervised import DPOConfig, RewardModelConfig, SupervisedConfig
 from oppo_megatron.data.examples import Example, is_unequal, read_completions, read_marked, read_pairs, read_steps
-from oppo_megatron.data.prompts import RowOrder
+from oppo_megatron.data.prompts import Origin, RowOrder
 from oppo_megatron.data.rows import Quarantine, RowProblems, require_some
 from oppo_megatron.data.tokenizer import Tokenizer, encode_answers, encode_prompt, end_of_prompt, require_stop_texts
 from oppo_megatron.errors import DataError
@@ -53,14 +53,6 @@ class Marked(NamedTuple):
     prompt: list[int]
     completion: list[int]
     wanted: list[int]
-
-
-class Origin(NamedTuple):
-    """File and line of a row, its entry of `data.path`, and whether it was cut to `max_tokens`."""
-
-    place: str = ""
-    source: Source = Source()
-    is_cut: bool = False
 
 
 class Rows(list[RowT]):
@@ -170,7 +162,7 @@ class RowLoader:
     def _rows(self, found: Iterable[tuple[Example, RowT]]) -> Rows[RowT]:
         kept = list(found)
         require_some(len(kept), self._config, self._problems)
-        origins = (Origin(example.row.place, example.row.source, id(example) in self._cut) for example, _ in kept)
+        origins = (Origin(f"{each.row.file}:{each.row.line}", each.row.source, id(each) in self._cut) for each, _ in kept)
         return Rows((row for _, row in kept), origins)
 
     def _tokens(self, example: Example) -> list[list[int]] | None:

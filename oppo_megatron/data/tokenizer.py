@@ -61,6 +61,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` as a continuation (a leading space is kept), without special tokens; unknown ids are U+FFFD."""
 
+    def piece(self, token: int) -> str:
+        """Name of a token in the vocabulary."""
+
     def save(self, directory: Path, *, pad_id: int | None = None) -> str | None:
         """Write files for `load_tokenizer` and transformers; returns a warning if these will differ. `pad_id`: if it has none."""
 
@@ -71,7 +74,7 @@ def load_tokenizer(config: TokenizerConfig, model: Path | None = None) -> Tokeni
     if not path.exists():
         raise ConfigError(
             f"tokenizer.path={path} does not exist (looked from {Path.cwd()}); name a Hugging Face tokenizer "
-            "directory or a sentencepiece .model file, or train one with `oppo tokenizer`"
+            "directory or a sentencepiece .model file, or train one with `oppo data tokenizer`"
         )
     for file in (path, *path.glob("*.json")):  # what reads them would wait for a pipe
         if irregular := irregular_path("tokenizer.path:", file):
@@ -173,6 +176,9 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> list[int]:
         return list(self._loaded.encode(text, add_special_tokens=False, verbose=False))
 
+    def piece(self, token: int) -> str:
+        return str(self._loaded.convert_ids_to_tokens(token))
+
     def _choose_template(self, with_tools: bool) -> str | None:
         if self._chat_template is None and not self._loaded.chat_template:
             return None
@@ -208,7 +214,7 @@ class SentencePieceTokenizer:
             self._processor = sentencepiece.SentencePieceProcessor(model_file=str(path))
         except (RuntimeError, OSError) as error:
             raise ConfigError(
-                f"tokenizer.path={path} is not a sentencepiece model ({error}); train one with `oppo tokenizer`"
+                f"tokenizer.path={path} is not a sentencepiece model ({error}); train one with `oppo data tokenizer`"
             ) from error
         if self._processor.eos_id() < 0:
             raise ConfigError(f"tokenizer.path={path} has no EOS, and a response needs an end; train it with eos_id >= 0")
@@ -235,6 +241,9 @@ class SentencePieceTokenizer:
         for other in others:
             ids += [*self._space_mark_ids, *self._processor.encode(other)]
         return ids
+
+    def piece(self, token: int) -> str:
+        return str(self._processor.id_to_piece(token))
 
     def save(self, directory: Path, *, pad_id: int | None = None) -> str | None:
         directory.mkdir(parents=True, exist_ok=True)

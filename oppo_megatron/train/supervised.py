@@ -271,7 +271,7 @@ def _build(
             if found is not None:
                 _require_same_reference(found, reference.fingerprint)
             saver.extra["reference"] = reference.fingerprint
-            model = reference.make(task.all_answers(config, rows, order, held, began), load)
+            model = reference.make(task.all_answers(config, rows, held, began), load)
         else:
             model = load(config.model)
     trained = TrainedModel(model, config.optimizer, steps)

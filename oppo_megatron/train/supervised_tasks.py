@@ -32,7 +32,7 @@ from oppo_megatron.config.evaluation import PREFERENCE_METRICS, EarlyStopConfig,
 from oppo_megatron.config.supervised import DPOConfig
 from oppo_megatron.control.estimates import Figures, moments_of, ratios
 from oppo_megatron.data.prompts import RowOrder
-from oppo_megatron.data.supervised_rows import Completion, Marked, Pair, Passed, Steps, batches
+from oppo_megatron.data.supervised_rows import Completion, Marked, Pair, Passed, Rows, Steps, batches
 from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.mcore.batch import Answered, MicroBatch, pack_at, pack_responses, pack_together, whole_sequences
 from oppo_megatron.mcore.device import on_device
@@ -164,11 +164,10 @@ class Preferences(Task[RowT]):
     @abstractmethod
     def columns(self, batch: MicroBatch, logp_S: Tensor) -> dict[str, Tensor]: ...
 
-    def all_answers(
-        self, config: DPOConfig, rows: Sequence[RowT], order: RowOrder, held: Sequence[RowT], passed: Passed
-    ) -> list[Answered]:
+    def all_answers(self, config: DPOConfig, rows: Rows[RowT], held: Sequence[RowT], passed: Passed) -> list[Answered]:
         others = [*self.mismatched(held)]
         if self.has_mismatched:
+            order = RowOrder(rows.sources, config.seed, config.data.shuffle)
             steps = batches(order, config.batch_size, config.epochs, config.steps, passed)
             others += [other for index in steps for other in self.mismatched([rows[i] for i in index])]
         return [answer for row in (*rows, *held, *others) for answer in self.answers(row)]

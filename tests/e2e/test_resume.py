@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from oppo_megatron.data.prompts import RowOrder
 from oppo_megatron.data.tokenizer import train_sentencepiece
 from oppo_megatron.layout.placements import world_size
+from oppo_megatron.records import Source
 from tests.e2e.matrix import FEATURES
 from tests.support.configs import run_of
 from tests.support.ppo import DEEP, Outcome, Workspace, assert_same, deep, read_outcome, run_ppo_ranks, weight_distance
@@ -97,6 +99,30 @@ def test_resumed_after_a_step_is_the_run_that_never_stopped(workspace: Workspace
     assert checkpoints(config) == [f"step-{step:06d}" for step in range(1, config["steps"] + 1)]
     assert all(line["checkpoint_bytes"] for line in plain.metrics[1:])
     assert_bit_equal(resumed(rewound(config, "again", config["steps"] - 1)), plain)
+
+
+def test_weighted_files_go_on_where_the_run_stopped_and_other_weights_are_refused(workspace: Workspace) -> None:
+    config = deep(workspace, "weighted", **CARRIED)
+    lines = Path(config["data"]["path"]).read_text().splitlines()
+    files = [workspace.root / f"weighted-{name}.jsonl" for name in "ab"]
+    for file, part in zip(files, (lines[:5], lines[5:9]), strict=True):
+        file.write_text("\n".join(part) + "\n")
+    config["data"]["path"] = [{"path": str(files[0]), "weight": 0.5}, {"path": str(files[1]), "weight": 3}]
+    plain = run_ppo_ranks(config | {"run_dir": f"{config['run_dir']}-whole"})
+    order = [
+        row
+        for epoch in range(9)
+        for row in RowOrder([Source("a", 0.5)] * 5 + [Source("b", 3.0)] * 4, config["seed"]).epoch(epoch)
+    ]
+    prompts = {row["seq_id"]: row["prompt"] for row in plain.rollouts}
+    asked = [json.loads(line)["prompt"] for line in lines]
+    assert len(prompts) > 15 and all(prompt == asked[order[seq_id]] for seq_id, prompt in prompts.items())
+    stop(config, rounds=3)
+    config["checkpoint"] = {"resume": True}
+    changed = config | {"data": config["data"] | {"path": [str(files[0]), config["data"]["path"][1]]}}
+    refusal = str(run_ranks(1, "tests.e2e.jobs:train_error", config=changed)[0])
+    assert "weight, is [[5, 1.0], [4, 3.0]], but the checkpoint's run has [[5, 0.5], [4, 3.0]]" in refusal
+    assert_bit_equal(resumed(config), plain)
 
 
 @pytest.mark.parametrize("left", [3, 1])

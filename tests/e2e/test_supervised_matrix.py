@@ -1,6 +1,7 @@
 """Every supervised command in every layout trains as one rank does, with adapters as peft, and goes on after a stop."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -23,11 +24,13 @@ from safetensors.torch import load_file
 from oppo_megatron.cli.main import main
 from oppo_megatron.config.data import TokenizerConfig
 from oppo_megatron.config.supervised import RewardModelConfig, SFTConfig
+from oppo_megatron.data.prompts import RowOrder
 from oppo_megatron.data.tokenizer import train_sentencepiece
 from oppo_megatron.errors import EXIT_REQUEUE, CheckpointError
 from oppo_megatron.layout.role_memory import supervised_holdings
 from oppo_megatron.policy.finding import find_policy
 from oppo_megatron.preflight.validate import supervised_problems
+from oppo_megatron.records import Source
 from oppo_megatron.rundir.checkpoints import CheckpointStore
 from oppo_megatron.rundir.trace import read_trace
 from tests.e2e.supervised import OPTIMIZER, Settings, hf_model, metrics, plain_steps, reference_loss, run, settings, token_rows
@@ -221,6 +224,51 @@ def test_a_finished_run_is_given_more_steps(inputs: Path, tmp_path: Path) -> Non
     assert (tmp_path / "more" / "ended-step-000004" / "weights").is_dir()
     kept = [position.step for position in CheckpointStore(tmp_path / "more" / "checkpoints").positions()]
     assert kept == [6, 7], "checkpoint.keep is 2, and the last step is saved"
+
+
+@pytest.mark.parametrize(("kind", "replicas"), [("sft", 2), ("kto", 1)])
+def test_weighted_files_come_in_their_order_on_all_ranks_and_after_a_stop_and_are_shown_as_they_train(
+    inputs: Path, tmp_path: Path, capsys: Capture, kind: str, replicas: int
+) -> None:
+    rows = (inputs / ("sft.jsonl" if kind == "sft" else "pairs.jsonl")).read_text().splitlines(keepends=True)
+    for name, part in (("a", rows[:11]), ("b", rows[11:20])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(part))
+    paths = [tmp_path / "a.jsonl", {"path": tmp_path / "b.jsonl", "weight": 1.5}]
+    model, per_row = {"checkpoint": inputs / "qwen2"}, 1 if kind == "sft" else 2
+
+    def train(name: str, stop_after: int | None = None, **changes: Any) -> Path:
+        own = settings(
+            inputs, kind, tmp_path / name, data={"path": paths}, model=model, parallel={"dp": replicas}, batch_size=8,
+            runtime={"device": "cpu", "micro_batch_tokens": 240}, **changes,
+        )  # fmt: skip
+        run_ranks(replicas, "tests.e2e.supervised:train", kind=kind, settings=own, stop_after=stop_after)
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(own, default=str))))
+        return tmp_path / name
+
+    whole = train("whole")
+    lines = metrics(whole)
+    num_rows = math.ceil(per_row * (11 + 1.5 * 9))
+    assert len(lines) == math.ceil(num_rows / 8)
+    sources = [Source("a", 1.0)] * 11 * per_row + [Source("b", 1.5)] * 9 * per_row
+    order = RowOrder(sources, 1)
+    assert len(order.epoch(0)) == num_rows
+    if kind == "sft":
+        lengths = [len(prompt) + len(answers[0]) - 1 for prompt, answers in token_rows(inputs, "sft")]
+        steps = [order.epoch(0)[first : first + 8] for first in range(0, num_rows, 8)]
+        assert [line["tokens"] for line in lines] == [sum(lengths[row] for row in step) for step in steps]
+    train("parts", stop_after=2)
+    capsys.readouterr()
+    command = "sft" if kind == "sft" else "dpo"
+    assert main(["data", "show", str(tmp_path / "config.yaml"), "--kind", command]) == 0
+    out, tokens = capsys.readouterr().out, [line["tokens"] for line in lines]
+    assert f"{len(lines)} optimizer steps of {min(tokens)} to {max(tokens)} tokens, {sum(tokens)} in all" in out
+    room = sum(line["tokens"] / line["packing_efficiency"] for line in lines)
+    assert f"packing_efficiency {sum(tokens) / room:.2f}" in out
+    paths[1] = {"path": tmp_path / "b.jsonl", "weight": 2}
+    with pytest.raises(CheckpointError, match=r"weight, is .*2\.0\]\], but the checkpoint's run has .*1\.5\]\]"):
+        run(kind, settings(inputs, kind, tmp_path / "parts", data={"path": paths}, model=model, checkpoint={"resume": True}))
+    paths[1] = {"path": tmp_path / "b.jsonl", "weight": 1.5}
+    require_equal(train("parts", checkpoint={"resume": True}), whole)
 
 
 def test_a_run_goes_on_the_next_day_with_its_own_date(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,6 +38,9 @@ class CharacterTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return "".join(chr(i) for i in ids if i != self.eos_id)
 
+    def piece(self, token: int) -> str:
+        return chr(token)
+
     def save(self, directory: Path, *, pad_id: int | None = None) -> str | None:
         raise NotImplementedError("tests do not save it")
 

@@ -101,7 +101,7 @@ def test_sentencepiece_chat(tmp_path: Path) -> None:
 
 
 def test_paths_that_are_no_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="does not exist.*oppo tokenizer"):
+    with pytest.raises(ConfigError, match="does not exist.*oppo data tokenizer"):
         load_tokenizer(TokenizerConfig(path=tmp_path / "none"))
     (tmp_path / "t.model").write_text("not a model")
     with pytest.raises(ConfigError, match="not a sentencepiece model"):

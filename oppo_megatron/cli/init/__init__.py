@@ -88,7 +88,7 @@ def _filled(text: str, here: Path, paths: Mapping[str, str]) -> str:
 _ACTOR = {"actor": "models/actor"}
 _GSM8K = {**_ACTOR, "data": "gsm8k_train.jsonl", "heldout": "gsm8k_test.jsonl"}
 _HH = {"data": "train.jsonl", "heldout": "heldout.jsonl"}
-_HH_SFT = ("oppo tokenizer {data} --out {here}tokenizer.model --vocab-size 2048", "oppo sft {here}sft.yaml")
+_HH_SFT = ("oppo data tokenizer {data} --out {here}tokenizer.model --vocab-size 2048", "oppo sft {here}sft.yaml")
 _SFT = ("runs/sft/weights",)
 CASES = {
     case.name: case
@@ -113,7 +113,7 @@ CASES = {
         Case("kto", "train an actor on wanted and unwanted completions", "dpo", {**_ACTOR, "data": "rows.jsonl"}),
         Case(
             "arithmetic", "the whole chain on two CPU cores, with data that is generated here", "train", {},
-            ("oppo tokenizer {here}data/sft.jsonl --out {here}tokenizer.model --vocab-size 284", "oppo sft {here}sft.yaml"),
+            ("oppo data tokenizer {here}data/sft.jsonl --out {here}tokenizer.model --vocab-size 284", "oppo sft {here}sft.yaml"),
             {"sft.yaml": "arithmetic-sft.yaml"}, ("tokenizer.model", *_SFT), makes_data=True,
         ),
         Case(

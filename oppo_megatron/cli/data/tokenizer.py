@@ -1,4 +1,4 @@
-"""`oppo tokenizer`: train a sentencepiece tokenizer on the texts of JSONL rows."""
+"""`oppo data tokenizer`: train a sentencepiece tokenizer on the texts of JSONL rows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from oppo_megatron.data.rows import Quarantine, RowProblems, read_rows
 from oppo_megatron.data.tokenizer import train_sentencepiece
 from oppo_megatron.data.values import read_value
 from oppo_megatron.errors import ConfigError, DataError
+
+HELP = "train a sentencepiece tokenizer on JSONL rows"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
