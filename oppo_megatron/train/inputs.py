@@ -84,12 +84,10 @@ def read_inputs(config: TrainSettings, progress: Callable[[str], None] = lambda 
 
 def _require_training(config: TrainSettings, prompts: PromptSet) -> None:
     warming, passes = config.ppo.critic_warmup_steps, config.passes
-    if not warming or passes is None:
-        return
-    steps = -(-prompts.rollouts(passes) // batch_rows(config))
-    if steps <= warming:
+    steps = -(-prompts.rollouts(passes or 1) // batch_rows(config))  # refuses a weight that is too small
+    if passes is not None and 0 < steps <= warming:
         raise ConfigError(
-            f"ppo.critic_warmup_steps is {warming}, but {passes} x {len(prompts)} prompts are {steps} steps, and the policy "
+            f"ppo.critic_warmup_steps is {warming}, but {passes} x {prompts.rollouts(1) // members(config).size} prompts are {steps} steps, and the policy "
             "would never be trained; lower it, or raise epochs"
         )
 

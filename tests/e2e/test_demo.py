@@ -162,7 +162,7 @@ def test_the_commands_that_it_prints_train(tmp_path: Path, monkeypatch: pytest.M
     assert main(["config", "--init", "arithmetic"]) == 0
     told = capsys.readouterr().out.splitlines()
     commands = [shlex.split(line)[1:] for line in told[told.index("next:") + 1 :]]
-    assert [words[0] for words in commands] == ["tokenizer", "sft", "validate", "train", "train"]
+    assert [words[0] for words in commands] == ["data", "sft", "validate", "train", "train"]
     for words in commands:
         assert main([*words, *SHORT.get(words[0], [])]) == 0, words
     steps = [json.loads(line)["step"] for line in Path("runs/ppo/metrics.jsonl").read_text().splitlines()]

@@ -54,7 +54,7 @@ WEIGHTS: tuple[Mistake, ...] = (
     Mistake("weights and a shape at once", (*PPO, "actor.init=actor/config.json"), ("init", "checkpoint")),
 )  # fmt: skip
 
-VOCABULARY = ("tokenizer", "prompts.jsonl", "--out", "new.model", "--vocab-size", "273")
+VOCABULARY = ("data", "tokenizer", "prompts.jsonl", "--out", "new.model", "--vocab-size", "273")
 TOKENIZERS: tuple[Mistake, ...] = (
     setting("a tokenizer that is not there", "tokenizer.path=tok.model", "tokenizer.path=t.model", "tok.model"),
     setting("a tokenizer that is none", "tokenizer.path=train.yaml", "tokenizer.path=t.model", "train.yaml"),
@@ -66,7 +66,7 @@ TOKENIZERS: tuple[Mistake, ...] = (
         spoils=[write("prompts.jsonl", '{"messages": [{"role": "user", "content": "1+1="}]}\n' * 16)]),
     Mistake("a vocabulary that is too large", (*VOCABULARY[:-1], "9000"), ("9000", "too large"), VOCABULARY),
     Mistake("a vocabulary that is too small", (*VOCABULARY[:-1], "9"), ("9", "too small"), VOCABULARY),
-    Mistake("texts that are not there", ("tokenizer", "prompt.jsonl", *VOCABULARY[2:]), ("prompt.jsonl",), VOCABULARY),
+    Mistake("texts that are not there", ("data", "tokenizer", "prompt.jsonl", *VOCABULARY[3:]), ("prompt.jsonl",), VOCABULARY),
 )  # fmt: skip
 
 ASIDE = (*VALIDATE, "data.bad_rows=quarantine")

@@ -216,7 +216,7 @@ def test_lengths_by_file_and_the_steps_of_an_epoch(show: Run, tmp_path: Path) ->
             expected = [len(kept[name]), weight, aside, cut, middle, long, max(kept[name]), share]
             assert table[f"{name}.jsonl"][2:] == list(map(str, expected))
         num_rows = len(kept["a"]) + 2 * len(kept["b"])
-        assert f"an epoch has {-(-num_rows // 4)} optimizer steps" in out and f" {total} in all" in out
+        assert f"an epoch: {-(-num_rows // 4)} optimizer steps" in out and f" {total} in all" in out
 
 
 def test_rows_that_are_not_there_are_refused(show: Run, capsys: pytest.CaptureFixture[str]) -> None:

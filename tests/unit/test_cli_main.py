@@ -62,7 +62,7 @@ def test_an_error_is_a_message_and_with_debug_a_traceback(config: Path, capsys: 
 
 
 def test_a_path_that_cannot_be_used_is_a_message(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["tokenizer", "rows.jsonl", "--out", str(config / "x.model"), "--vocab-size", "300"]
+    arguments = ["data", "tokenizer", "rows.jsonl", "--out", str(config / "x.model"), "--vocab-size", "300"]
     err = refused(capsys, *arguments)
     assert f"{config}: File exists" in err and "name another path" in err
     with pytest.raises(FileExistsError):
@@ -173,15 +173,15 @@ def test_tokenizer_reads_columns_and_names_bad_rows(tmp_path: Path, capsys: pyte
     texts = [{"prompt": f"what is {n} plus {n}?", "completion": f"it is {2 * n}", "id": n} for n in range(40)]
     rows.write_text("".join(json.dumps(row) + "\n" for row in texts))
     out = tmp_path / "new" / "t.model"
-    arguments = ["tokenizer", str(rows), "--out", str(out), "--vocab-size", "285"]
+    arguments = ["data", "tokenizer", str(rows), "--out", str(out), "--vocab-size", "285"]
     assert main([*arguments, "--columns", "prompt,completion"]) == 0
     assert out.is_file() and "from 80 texts" in capsys.readouterr().out
     assert f"{rows}:1: column 'answer' is missing" in refused(capsys, *arguments, "--columns", "prompt,answer")
     rows.write_text('{"prompt": "a"}\nnot json\n')
     err = refused(capsys, *arguments)
     assert f"{rows}:2: not JSON" in err and "bad_rows" not in err, "this command has no such setting"
-    assert main(["tokenizer", str(rows), "--out", "x.spm", "--vocab-size", "285"]) == 2
-    assert main(["tokenizer", str(rows), "--out", "x.model", "--vocab-size", "0"]) == 2
+    assert main(["data", "tokenizer", str(rows), "--out", "x.spm", "--vocab-size", "285"]) == 2
+    assert main(["data", "tokenizer", str(rows), "--out", "x.model", "--vocab-size", "0"]) == 2
 
 
 def test_validate_without_a_file_shows_this_machine(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

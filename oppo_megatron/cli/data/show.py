@@ -124,13 +124,10 @@ def answer_inputs(task: Any, row: Any) -> list[ModelInput]:
     (batch,) = task.micro_batches([row], task.num_tokens(row), torch.device("cpu"))
     tokens, places, targets = batch.tokens_T.tolist(), batch.rows_R.tolist(), batch.targets_R.tolist()
     ahead, found, start = int(task.head == "lm"), list[ModelInput](), 0
+    word = ("unwanted", "wanted")[row.wanted[0]] if isinstance(row, Marked) else "trained" if ahead else "scored"
     for name, length in zip(row._fields[1:], batch.lengths, strict=False):
         own = [number for number, place in enumerate(places) if start <= place < start + length]
-        words = ["trained" if ahead else "scored"] * len(own)
-        if isinstance(row, Marked):
-            words = ["wanted" if row.wanted[0] else "unwanted"] * len(own)
-        elif isinstance(row, Steps):
-            words = [f"label {label:g}" for label in row.labels]
+        words = [f"label {label:g}" for label in row.labels] if isinstance(row, Steps) else [word] * len(own)
         read = [*tokens[start : start + length], *(targets[number] for number in own[-ahead:] if ahead)]
         marks = {places[number] - start + ahead: word for number, word in zip(own, words, strict=True)}
         found.append(ModelInput(name, read, len(row.prompt), marks))
@@ -171,8 +168,8 @@ def describe_steps(reading: Reading, budget: int) -> str:
     tokens, packings = [sum(map(sum, each)) for each in shares], [Packing.of(each, budget) for each in shares]
     counts = [max(len(pack_by_tokens(share, budget)) for share in each) for each in shares]
     return (
-        f"an epoch has {len(shares)} optimizer steps of {min(tokens)} to {max(tokens)} tokens, {sum(tokens)} in all, without "
-        f"padding; of a step each replica reads {min(counts)} to {max(counts)} micro-batches of at most {budget} tokens "
+        f"an epoch: {len(tokens)} optimizer steps of {min(tokens)} to {max(tokens)} tokens, {sum(tokens)} in all, no padding\n"
+        f"a step: {min(counts)} to {max(counts)} micro-batches per replica, of at most {budget} tokens "
         f"(runtime.micro_batch_tokens); {', '.join(f'{name} {value:.2f}' for name, value in packing_figures(packings).items())}"
         f"{reading.note}"
     )
