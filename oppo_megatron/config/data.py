@@ -52,7 +52,7 @@ class FilesConfig(Section):
 
     path: Path = Field(..., description="file, pattern or folder, as in `data.path`")
     weight: Annotated[float, Unit("times per epoch")] = Field(
-        1.0, gt=0, description="how often an epoch has each row of these files; 0.5: a half of the rows, the other half next"
+        1.0, gt=0, le=1000, description="how often an epoch has each row; 0.5: one half of the rows, the next the other"
     )
 
 

@@ -87,8 +87,8 @@ def _require_training(config: TrainSettings, prompts: PromptSet) -> None:
     steps = -(-prompts.rollouts(passes or 1) // batch_rows(config))  # refuses a weight that is too small
     if passes is not None and 0 < steps <= warming:
         raise ConfigError(
-            f"ppo.critic_warmup_steps is {warming}, but {passes} x {prompts.rollouts(1) // members(config).size} prompts are {steps} steps, and the policy "
-            "would never be trained; lower it, or raise epochs"
+            f"ppo.critic_warmup_steps is {warming}, but {passes} x {prompts.rollouts(1) // members(config).size} prompts are "
+            f"{steps} steps, and the policy would never be trained; lower it, or raise epochs"
         )
 
 

@@ -210,7 +210,7 @@ def test_every_command_of_the_tutorial_shows_its_output() -> None:
 def test_hh_goes_the_whole_way() -> None:
     commands = [command for command, _ in steps(HH)]
     words = [tuple(command.split()[:2]) for command in commands]
-    way = ["config", "tokenizer", "sft", "rm", "train", "report", "eval", "generate"]
+    way = ["config", "data", "sft", "rm", "train", "report", "eval", "generate"]
     assert [word for word in way if ("oppo", word) in words] == way
     assert any(CTRL_C in shown for _, shown in steps(HH)) and any("--resume" in command for command in commands)
     assert any(command.startswith("python ") for command in commands)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from oppo_megatron.config.base import Section
+from oppo_megatron.config.data import PromptDataConfig
 from oppo_megatron.config.explain import explain, first_problem
 from oppo_megatron.config.load import config_yaml, dump_config, load_config, plain_settings
 from oppo_megatron.config.model import ActorConfig, RuntimeConfig, TrainedRoleConfig
@@ -58,6 +59,30 @@ def test_overrides_reach_sections_lists_and_null_sections(good: Path) -> None:
     assert (config.seed, config.overlap.delta.max, config.rewards[0].weight) == (7, 6, 0.5)
     assert config.actor.optimizer.lr == 1e-4 and config.critic.optimizer.lr == 1e-5 and config.ppo.kl.target == 3
     assert config.data.path == Path("rows.jsonl")  # relative to the current directory, not to the file
+
+
+def test_files_have_weights_and_a_wrong_one_is_one_problem(good: Path, tmp_path: Path) -> None:
+    given = ["data.path=[a.jsonl,{path: b.jsonl,weight: 2},{path: c.jsonl}]", "data.path.1.weight=3"]
+    config = load_config(TrainConfig, good, given)
+    assert [(str(each.path), each.weight) for each in config.data.sources] == [("a.jsonl", 1), ("b.jsonl", 3), ("c.jsonl", 1)]
+    dump_config(config, tmp_path / "dumped.yaml")
+    assert load_config(TrainConfig, tmp_path / "dumped.yaml").data == config.data
+    for wrong, says in (
+        ("0", "is 0, but must be greater than 0; give a value in that range"), ("-0.5", "is -0.5, but must be greater than 0"),
+        (".nan", "is nan, but must be a finite number"), ("1e4", "is 10000.0, but must be less than or equal to 1000"),
+        ("true", "is True, but must be a number"), ("x", "is 'x', but must be a number; correct the value"),
+    ):  # fmt: skip
+        (problem,) = problems_of(good, f"data.path=[a.jsonl,{{path: b.jsonl,weight: {wrong}}}]")
+        assert problem.startswith(f"`data.path.1.weight` {says}"), problem
+    (problem,) = problems_of(good, "data.path=[{path: b.jsonl,wieght: 2}]")
+    assert problem == "`data.path.0.wieght` is not a setting; did you mean `data.path.0.weight`?"
+    (problem,) = problems_of(good, "data.path={path: b.jsonl,weight: 2}")
+    assert "must be a path or a list" in problem
+    data = PromptDataConfig.model_validate({"path": ["a", {"path": "b", "weight": 2}]})
+    assert [*data.rules("data", ["prompt"])] == []
+    assert [*data.rules("evaluation.data", ["prompt"])] == [
+        "evaluation.data.path.1.weight is 2, but each held-out row is measured once; remove it"
+    ]
 
 
 @pytest.mark.parametrize(("added", "overrides", "key", "value"), [

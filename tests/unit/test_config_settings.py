@@ -83,7 +83,8 @@ def test_every_key_is_on_the_page_with_its_default_bounds_and_type() -> None:
         "| `batch_size` | integer, ≥ 1 | rollouts | required | trained rollouts per step (paper's B) |",
         "| `top_p` | number, > 0, ≤ 1 | share | `1.0` |", '| `estimator` | `k1`, `k2`, `k3`, `k1+`, `k3+` |  | `"k1"` |',
         "| `chunk` | integer > 0 or list of integer > 0 | decode steps | `[32, 16, 64]` |",
-        "| `reference` | [Role](#role) or `null` |  | `null` |", "| `path` | path or list of path |  | required |",
+        "| `reference` | [Role](#role) or `null` |  | `null` |",
+        "| `path` | path or list of path or [Files](#files) |  | required |",
     ):  # fmt: skip
         assert row in page, row
 
