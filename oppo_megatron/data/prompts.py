@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from oppo_megatron.columns import Ints
 from oppo_megatron.config.data import PromptDataConfig
 from oppo_megatron.data.examples import read_prompts
 from oppo_megatron.data.rows import Quarantine, RowProblems, require_some
@@ -190,24 +191,24 @@ class RowOrder:
         return epoch, position - self.rows(epoch)
 
     def epoch(self, number: int) -> list[int]:
-        slots, first = list[int](), 0
+        slots, first = list[Ints](), 0
         for place, (num_rows, _) in enumerate(self.parts):
             # Differences of rounded sums: for shares of at least one row, none is negative.
             begin, end = (math.ceil(k * self._ends[place + 1]) - math.ceil(k * self._ends[place]) for k in (number, number + 1))
             passes = range(begin // num_rows, -(-end // num_rows))
-            given = [row for each in passes for row in epoch_order(num_rows, self._seed, each, self._shuffle, 1 + place)]
+            given = np.concatenate([epoch_order(num_rows, self._seed, each, self._shuffle, 1 + place) for each in passes])
             drawn = given[begin - passes.start * num_rows : end - passes.start * num_rows]
-            slots += [first + row for row in (sorted(drawn) if self._shuffle else drawn)]
+            slots.append(first + (np.sort(drawn) if self._shuffle else drawn))
             first += num_rows
-        return [slots[place] for place in epoch_order(len(slots), self._seed, number, self._shuffle)]
+        rows = np.concatenate(slots)
+        return list(rows[epoch_order(len(rows), self._seed, number, self._shuffle)].tolist())
 
 
-def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool = True, stream: int = 0) -> list[int]:
+def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool = True, stream: int = 0) -> Ints:
     """A permutation by raw Philox4x64 words, which are equal everywhere."""
     if not shuffle:
-        return list(range(num_rows))
+        return np.arange(num_rows)
     if not 0 <= seed <= MAX_SEED:
         raise ValueError(f"seed={seed} is out of range; choose one from 0 to {MAX_SEED}.")
     bits = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64), counter=np.array([0, 0, 0, stream], dtype=np.uint64))
-    words = bits.random_raw(num_rows)
-    return [int(row) for row in np.argsort(words, kind="stable")]
+    return np.argsort(bits.random_raw(num_rows), kind="stable")

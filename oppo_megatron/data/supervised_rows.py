@@ -163,9 +163,8 @@ class RowLoader:
         kept = list(found)
         require_some(len(kept), self._config, self._problems)
         origins = (Origin(f"{each.row.file}:{each.row.line}", each.row.source, id(each) in self._cut) for each, _ in kept)
-        rows = Rows((row for _, row in kept), origins)
-        RowOrder(rows.sources)  # refuses a weight that is too small
-        return rows
+        RowOrder(each.row.source for each, _ in kept)  # refuses a weight that is too small
+        return Rows((row for _, row in kept), origins)
 
     def _tokens(self, example: Example) -> list[list[int]] | None:
         tokenizer, row, max_tokens = self._tokenizer, example.row, self._max_tokens
