@@ -21,6 +21,7 @@ from oppo_megatron.rundir.metrics_log import read_metrics
 if TYPE_CHECKING:
     from oppo_megatron.config.run import TrainSettings
     from oppo_megatron.config.supervised import SupervisedConfig
+    from oppo_megatron.sim.flow.dataflow import Dataflow
 
 Source: TypeAlias = Union[str, Path, Mapping[str, Any], "TrainSettings", "SupervisedConfig"]
 """A configuration: its file, its tree of settings, or the result of `load_config`."""
@@ -86,6 +87,12 @@ def plan(source: Source, cluster: str | Path, overrides: Sequence[str] = (), **o
         return _record("plan", {"config": file, "overrides": overrides, "cluster": cluster, **options})
 
 
+def plan_flow(flow: Source | Dataflow, cluster: str | Path, overrides: Sequence[str] = (), **options: Any) -> dict[str, Any]:
+    """Place the calls of a dataflow; return the record of `oppo plan flow`."""
+    with _as_file(flow) as file:
+        return _record("flow", {"config": file, "overrides": overrides, "cluster": cluster, **options})
+
+
 def _record(command: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Run a command with `--out`; return its record there."""
     with tempfile.TemporaryDirectory() as folder:
@@ -97,7 +104,8 @@ def _record(command: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _run(command: str, options: Mapping[str, Any]) -> None:
     """Run a command, its arguments by name.  Raises TypeError for an unknown one."""
-    module = importlib.import_module(f"oppo_megatron.cli.{'plan.search' if command == 'plan' else command}")
+    name = {"plan": "plan.search", "flow": "plan.flow"}.get(command, command)
+    module = importlib.import_module(f"oppo_megatron.cli.{name}")
     parser = argparse.ArgumentParser(add_help=False)
     module.add_arguments(parser)
     known = {action.dest: action for action in parser._actions}
@@ -111,7 +119,7 @@ def _run(command: str, options: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _as_file(source: Source) -> Iterator[str]:
+def _as_file(source: Source | Dataflow) -> Iterator[str]:
     """Yield the name of the configuration's file, a temporary one for settings; errors call it `source`."""
     import yaml
 

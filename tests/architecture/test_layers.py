@@ -179,9 +179,11 @@ def test_shipped_config_parses_and_is_short(path: Path) -> None:
     from oppo_megatron.config.run import TrainConfig
     from oppo_megatron.config.serve import ServeConfig
     from oppo_megatron.sim.clusters.reading import ClusterConfig
+    from oppo_megatron.sim.flow.dataflow import Dataflow
 
-    kinds, others = {"train": TrainConfig, **SUPERVISED}, {"scorer": ServeConfig, "cluster": ClusterConfig}
-    load_config(others[path.stem] if path.stem in others else kinds[guess_kind(path)], path)
+    kinds, others = {"train": TrainConfig, **SUPERVISED}, {"scorer": ServeConfig, "cluster": ClusterConfig, "flow": Dataflow}
+    word = path.stem.rpartition("-")[2]
+    load_config(others[word] if word in others else kinds[guess_kind(path)], path)
     assert len(path.read_text(encoding="utf-8").splitlines()) <= LONG_CONFIG
 
 

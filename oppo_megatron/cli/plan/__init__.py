@@ -1,17 +1,17 @@
-"""`oppo plan`: search placements on a described cluster, simulate a run, draw a round's schedule, measure placements here."""
+"""`oppo plan`: place a run or a dataflow on a described cluster, simulate a run, draw a schedule, measure placements here."""
 
 from __future__ import annotations
 
 import argparse
 
 from oppo_megatron.cli.parser import add_modes
-from oppo_megatron.cli.plan import measure, schedule, search, simulate
+from oppo_megatron.cli.plan import flow, measure, schedule, search, simulate
 
-MODES = {"search": search, "simulate": simulate, "schedule": schedule, "measure": measure}
+MODES = {"search": search, "flow": flow, "simulate": simulate, "schedule": schedule, "measure": measure}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = "docs/planner.md explains search, simulate and measure, docs/schedule.md schedule."
+    parser.epilog = "docs/planner.md explains search, flow, simulate and measure, docs/schedule.md schedule."
     add_modes(parser, MODES)
 
 

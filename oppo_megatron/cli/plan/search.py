@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lengths.add_prompt_argument(parser)
     parser.add_argument("--top", type=count, default=5, metavar="N", help="plans to print (default 5)")
     parser.add_argument(
-        "--margin", type=_margin, default=MARGIN, metavar="X", help="share of a rank's memory to leave free (default %(default)s)"
+        "--margin", type=share, default=MARGIN, metavar="X", help="share of a rank's memory to leave free (default %(default)s)"
     )
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"default {OUT}")
 
@@ -198,7 +198,7 @@ def _short(layout: str) -> str:
     return " ".join(parts) or "1"
 
 
-def _margin(text: str) -> float:
+def share(text: str) -> float:
     try:
         if 0 <= (value := float(text)) < 1:
             return value

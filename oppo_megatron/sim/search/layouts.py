@@ -248,6 +248,18 @@ class PriceTable:
             self._prices[key] = servings, updates
         return self._prices[key]
 
+    def phases(
+        self, role: str, size: int, *, update: bool
+    ) -> Iterator[tuple[Sizes, TrainingLayoutConfig | None, int, tuple[Memory, ...]]]:
+        """Yield layouts of decoding or scoring alone, or of the update alone, with nanoseconds, and memory by stage."""
+        servings, trainings = self._priced(role, size)
+        if not update:
+            yield from ((sizes, None, time_ns, self._served(role, sizes, sizes)) for sizes, time_ns in servings)
+            return
+        for train, time_ns in trainings:
+            sizes = _training_sizes(train)
+            yield sizes, train, time_ns, self._trained(role, sizes, train)
+
     def _is_trained(self, role: str) -> bool:
         return isinstance(self._settings[role], TrainedRoleConfig)
 
