@@ -23,23 +23,36 @@ from oppo_megatron.config.run import TrainSettings
 from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.errors import ConfigError, DataError
-from oppo_megatron.evaluation.grading import Answer, Grader, Judged, as_json, as_table
+from oppo_megatron.evaluation.grading import Answer, Grader, Judged, Measured, as_json, as_table
+from oppo_megatron.evaluation.tasks import TASKS_ENTRY, find_tasks
 from oppo_megatron.layout.shape import check_head, max_positions
 from oppo_megatron.modeldir.headers import read_hf_config
-from oppo_megatron.policy.answers import Request
+from oppo_megatron.nesting import read_json
+from oppo_megatron.policy.answers import Request, TaskResults
 from oppo_megatron.policy.finding import ADAPTER_CONFIG, RUN_CONFIG, SHAPE, WEIGHTS, find_policy
 from oppo_megatron.preflight.validate import check_source
+from oppo_megatron.rundir.directory import write_json
 from oppo_megatron.rundir.metrics_log import read_metrics
 
 SHOWN_ROWS = 20
+WITHOUT_TASKS = (
+    "verifier", "reward_model", "function", "url", "rewards", "template", "as_chat", "max_tokens", "temperature", "top_k",
+    "top_p", "stop", "stop_id",
+)  # fmt: skip
 ANSWER = itemgetter("row", "sample", "prompt", "response", "finish_reason", "tokens", "fields")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     generate.add_policy_arguments(parser, several=True)
     asked = parser.add_argument_group("held-out prompts")
-    asked.add_argument("--data", type=Path, required=True, metavar="FILE", help="rows with a prompt, as `oppo train` reads them")
+    asked.add_argument("--data", type=Path, metavar="FILE", help="rows with a prompt, as `oppo train` reads them")
     generate.add_prompt_arguments(asked)
+    tasks = parser.add_argument_group("tasks of lm-evaluation-harness, in place of prompts and judges")
+    tasks.add_argument("--tasks", nargs="+", metavar="NAME[@SHOTS]", help="as hellaswag, or gsm8k@5; `paper`: the paper's five")
+    tasks.add_argument(
+        "--task-data", type=Path, metavar="DIR",
+        help="their data sets, as DIR/gsm8k/test.jsonl; what it lacks is fetched by name. --max-prompts: of each task",
+    )  # fmt: skip
     judges = parser.add_argument_group("what judges a response (at least one; each is a line of the table)")
     rules = ("arithmetic", "gsm8k", "math", "multiple_choice")
     judges.add_argument("--verifier", choices=rules, help="a rule that compares with --answer")
@@ -52,13 +65,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="`rewards` (and `reward`, `tokenizer`) as in a configuration of `oppo train`, which may be the file",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write eval.json and every response with its scores")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write eval.json and responses with scores, or tasks' results")
     generate.add_drawing_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Raises an OppoError before decoding if the request cannot be judged."""
     _require_consistent(args)
+    if args.tasks:
+        return _measure_tasks(args)
     grader = Grader(_judges(args), os.environ, summed=args.rewards is not None)
     _agree_on_prompts(args)
     with ExitStack() as stack:
@@ -94,17 +109,60 @@ def _require_consistent(args: argparse.Namespace) -> None:
     problems = []
     if external_ranks(os.environ) is not None:
         problems.append("oppo eval starts its ranks itself; call it without a launcher, with --tp, --pp and --dp")
-    if not (args.verifier or args.reward_model or args.function or args.url or args.rewards):
+    if (args.data is None) == (args.tasks is None):
+        problems.append(f"{'neither' if args.data is None else 'both'} of --data and --tasks given; give one of them")
+    unused = [f"--{name.replace('_', '-')}" for name in WITHOUT_TASKS if getattr(args, name)] if args.tasks else []
+    if unused:
+        problems.append(f"{' and '.join(unused)} given with --tasks, whose prompts, judges and decoding are their own; drop it")
+    elif not (args.tasks or args.verifier or args.reward_model or args.function or args.url or args.rewards):
         problems.append("nothing judges the responses; give --verifier, --reward-model, --function, --url or --rewards")
     resolved = [directory.resolve() for directory in args.directory]
     if len(set(resolved)) < len(resolved):
         problems.append("a DIR is given twice; name each policy once")
-    if args.out is not None and args.out.exists() and not (args.out.is_dir() and not any(args.out.iterdir())):
+    if args.out is not None and args.out.exists() and not (args.out.is_dir() and (args.tasks or not any(args.out.iterdir()))):
         problems.append(f"--out {args.out} is there already, and is not an empty folder; name another, or remove it")
     if problems:
         raise ConfigError(problems)
-    if not args.data.exists():
+    if args.data is not None and not args.data.exists():
         raise DataError(missing_path("--data", args.data))
+
+
+def _measure_tasks(args: argparse.Namespace) -> int:
+    """Measure what `--out` does not hold yet, by the same settings."""
+    with ExitStack() as stack:
+        folder = args.out or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        requests = [_task_request(args, directory) for directory in args.directory]
+        tasks = find_tasks(args.tasks, args.task_data, "--task-data", read=True)
+        policies = [{"policy": str(each.policy.directory), "context": each.max_length} for each in requests]
+        settings = {"policies": policies, "dtype": args.dtype, "max_prompts": args.max_prompts, "tasks": tasks}
+        if (known := folder / "settings.json").exists() and read_json(known.read_text(encoding="utf-8")) != settings:
+            raise ConfigError(f"{known} is not of these policies, tasks and options; name another --out, or remove its files")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(known, settings)
+        for place, request in enumerate(requests):
+            left = {f"{name}-{place}": tasks[name] for name in tasks if not (folder / f"{name}-{place}.json").exists()}
+            _tell(f"{request.policy.summary}: {len(left)} of {len(tasks)} tasks to measure")
+            request = replace(request, to=TaskResults(folder, left, args.max_prompts))
+            if left and (code := launch("eval", request, request.parallel.num_ranks, TASKS_ENTRY)):
+                return code
+        measured = [
+            Measured(str(directory), {name: read_json((folder / f"{name}-{place}.json").read_text()) for name in tasks})
+            for place, directory in enumerate(args.directory)
+        ]
+    metrics = list(measured[0].found)
+    record = as_json(measured, metrics, {"tasks": list(tasks), "max_prompts": args.max_prompts})
+    if args.out is not None:
+        write_json(args.out / "eval.json", record)
+    print(json.dumps(record) if args.json else as_table(measured, metrics))
+    return 0
+
+
+def _task_request(args: argparse.Namespace, directory: Path) -> Request:
+    asked = {"directory": directory, "prompt": ["-"], "input": None, "chat": False, "output": None, "resume": False}
+    request = generate.make_request(argparse.Namespace(**{**vars(args), **asked}))
+    assert request is not None, "nothing is written"
+    most = min(max_positions(request.policy.hf_config), generate.CHAT_LENGTH)
+    return replace(request, max_length=args.context or most)
 
 
 def _judges(args: argparse.Namespace) -> ServeConfig:

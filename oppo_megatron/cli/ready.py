@@ -10,8 +10,9 @@ from itertools import groupby
 from typing import Any
 from urllib.parse import urlsplit
 
-from oppo_megatron.cli.launch import check_world_size, external_ranks
+from oppo_megatron.cli.launch import check_world_size, external_ranks, speaks_for_all
 from oppo_megatron.cli.measure import check_devices, on_cpu
+from oppo_megatron.config.evaluation import EvaluationConfig
 from oppo_megatron.config.load import plain_settings
 from oppo_megatron.config.model import format_ranks
 from oppo_megatron.config.paths import named_paths
@@ -19,6 +20,7 @@ from oppo_megatron.config.run import TrainConfig, TrainSettings
 from oppo_megatron.config.supervised import SupervisedConfig
 from oppo_megatron.cores import host_bytes
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.evaluation.tasks import find_tasks
 from oppo_megatron.layout.kernels import import_fault
 from oppo_megatron.layout.memory import Memory, shortage
 from oppo_megatron.layout.placements import world_size
@@ -69,6 +71,13 @@ def require_ready(settings: TrainSettings | SupervisedConfig, config: TrainConfi
         collect(run.require_space, LEAST_FREE + int(written_bytes(config)))
     if problems:
         raise ConfigError(problems)
+
+
+def require_task_data(settings: TrainSettings | SupervisedConfig) -> None:
+    """Raise ConfigError if a task of the evaluation cannot be measured."""
+    evaluation = settings.evaluation
+    if isinstance(evaluation, EvaluationConfig) and evaluation.tasks and speaks_for_all(os.environ):
+        find_tasks(evaluation.tasks, evaluation.task_data, "evaluation.task_data", read=True)
 
 
 def require_startable(config: TrainSettings | SupervisedConfig, run: RunDirectory) -> None:

@@ -12,7 +12,7 @@ from oppo_megatron.cli.launch import RankKilled, RankStalled, check_world_size, 
 from oppo_megatron.cli.load import load_settings
 from oppo_megatron.cli.measure import describe_options, resolve_placement
 from oppo_megatron.cli.parser import add_config_arguments, at_least
-from oppo_megatron.cli.ready import ended_here, rank_table, require_ready
+from oppo_megatron.cli.ready import ended_here, rank_table, require_ready, require_task_data
 from oppo_megatron.cli.signals import ending_by_signal
 from oppo_megatron.config.load import config_yaml
 from oppo_megatron.config.run import TrainConfig, TrainSettings
@@ -62,6 +62,7 @@ def start(kind: str, settings: TrainSettings | SupervisedConfig, restarts: int =
     Launches again up to `restarts` times after a kill or stall, and always after a guard's rollback.
     """
     require_ready(settings, resolve_placement(settings, measure=False))
+    require_task_data(settings)
     config = resolve_placement(settings, measure=True)
     assert config is not None, "a measured placement is known"
     size = world_size(config)

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from oppo_megatron.cli.load import guess_kind, load_service, load_settings
 from oppo_megatron.cli.measure import describe_options, resolve_placement
 from oppo_megatron.cli.parser import add_config_arguments
-from oppo_megatron.cli.ready import rank_table, require_ready, require_service_packages, unreached_services
+from oppo_megatron.cli.ready import rank_table, require_ready, require_service_packages, require_task_data, unreached_services
 from oppo_megatron.clock import by_time
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.derived import describe_batch
@@ -81,6 +81,7 @@ def _run_lines(kind: str, args: argparse.Namespace) -> Iterator[str]:
     if not isinstance(settings, TrainSettings):
         yield from _supervised_rows(settings)
         return
+    require_task_data(settings)
     inputs = try_answers(read_inputs(settings, by_time()), settings)
     yield describe_batch(settings)
     yield from (*describe_inputs(inputs), *describe_first(inputs.quarantine), *unreached_services(settings))
@@ -135,6 +136,7 @@ PACKAGES = (
     Package("wandb", ("wandb:init",), "logging.trackers: install the extra `wandb`"),
     Package("datasets", ("datasets:load_from_disk",), "Hugging Face data set folders as input: install the extra `datasets`"),
     Package("pyarrow", ("pyarrow.parquet:ParquetFile",), "Parquet and zstd files as input: install the extra `parquet`"),
+    Package("lm-eval", ("lm_eval.tasks:TaskManager",), "tasks of lm-evaluation-harness: install the extra `lm-eval`"),
     Package("math-verify", ("math_verify:parse", "math_verify:verify"), "rule `math`: install the extra `math`"),
     Package("fastapi", ("fastapi:FastAPI",), "`oppo serve`: install the extra `serve`"),
     Package("uvicorn", ("uvicorn:Server",), "`oppo serve`: install the extra `serve`"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
@@ -17,6 +19,9 @@ FORMS = ("format", "length")
 """Rules that look at the form of a response, and not at its answer."""
 REWARD = "reward"
 """The mean reward of a step's batch."""
+
+PAPER_TASKS = ("arc_challenge@25", "arc_easy@25", "hellaswag@10", "truthfulqa_mc2@0", "gsm8k@5")
+"""The preset `paper`: the paper's tasks with the shots of its appendix A.1."""
 
 LOWER_IS_BETTER = (LOSS, TRUNCATED)
 Direction = Literal["max", "min"]
@@ -42,18 +47,34 @@ class EvaluationConfig(MeasuringConfig):
     samples: Annotated[int, Unit("responses")] = Field(1, ge=1, description="responses per prompt")
     temperature: Annotated[float, Unit("")] = Field(0.0, ge=0, description="0: the likeliest token each time")
 
+    tasks: list[Annotated[str, Field(pattern=r"^[^@\s]+(@\d+)?$")]] = Field(
+        [],
+        description="tasks of lm-evaluation-harness, each a metric: NAME, or NAME@SHOTS; `paper`: the paper's five. As many "
+        "documents as held-out prompts are read",
+    )
+    task_data: Path | None = Field(None, description="folder with the tasks' data sets; what it lacks is fetched by its name")
+
     @property
     def most_rows(self) -> int:
         return self.data.max_rows or 200
 
     @property
     def names(self) -> list[str]:
-        """Names of `metrics`, then those that every evaluation measures."""
+        """Names of `metrics`, those that every evaluation measures, and `tasks`."""
+        return [*self.judged, *all_tasks(self.tasks)]
+
+    @property
+    def judged(self) -> list[str]:
         labels = part_labels(self.metrics)
         answers = (place for place, part in enumerate(self.metrics) if part.kind == "verifier" and part.name not in FORMS)
         if (first := next(answers, None)) is not None:
             labels[first] = ACCURACY
         return [*labels, RESPONSE_TOKENS, TRUNCATED]
+
+
+def all_tasks(names: Sequence[str]) -> list[str]:
+    """Replace the preset by its tasks."""
+    return [task for name in names for task in (PAPER_TASKS if name == "paper" else (name,))]
 
 
 class HeldoutConfig(MeasuringConfig):

@@ -104,6 +104,7 @@ LENGTH = "response tokens"
 
 @dataclass(frozen=True)
 class Judged:
+    also = (LENGTH,)
     name: str
     answers: Sequence[Answer]
     grades: Sequence[Mapping[str, float]]
@@ -115,38 +116,65 @@ class Judged:
             found.setdefault(answer.row, []).append(value)
         return found
 
+    def estimate(self, metric: str) -> Estimate:
+        return estimate(self.by_prompt(metric))
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return {"prompts": len(self.by_prompt(LENGTH)), "responses": len(self.answers), "finish_reasons": self.finish_reasons()}
+
     def finish_reasons(self) -> dict[str, float]:
         counts = Counter(answer.finish_reason for answer in self.answers)
         return {reason: count / len(self.answers) for reason, count in sorted(counts.items())}
 
 
-def as_json(policies: Sequence[Judged], metrics: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+class Measured:
+    """A policy's results of tasks, by name."""
+
+    also, about = (), dict[str, Any]()
+
+    def __init__(self, name: str, results: Mapping[str, Mapping[str, Any]]):
+        self.name = name
+        self.found = {f"{task} {metric}": found for task in results for metric, found in results[task]["metrics"].items()}
+
+    def estimate(self, metric: str) -> Estimate:
+        found = self.found[metric]
+        return Estimate(found["mean"], found["error"], len(found["documents"]))
+
+    def by_prompt(self, metric: str) -> dict[int, list[float]]:
+        return {int(document): [value] for document, value in self.found[metric]["documents"].items()}
+
+    def finish_reasons(self) -> dict[str, float]:
+        return {}
+
+
+def as_json(
+    policies: Sequence[Judged] | Sequence[Measured], metrics: Sequence[str], settings: Mapping[str, Any]
+) -> dict[str, Any]:
     first, entries = policies[0], []
     for policy in policies:
         entry = {
             "policy": policy.name,
-            "prompts": len(policy.by_prompt(LENGTH)),
-            "responses": len(policy.answers),
-            "metrics": {m: asdict(estimate(policy.by_prompt(m))) for m in (*metrics, LENGTH)},
-            "finish_reasons": policy.finish_reasons(),
+            **policy.about,
+            "metrics": {m: asdict(policy.estimate(m)) for m in (*metrics, *first.also)},
         }
         if policy is not first:
-            entry["difference"] = {m: asdict(_difference(first, policy, m)) for m in (*metrics, LENGTH)}
+            entry["difference"] = {m: asdict(_difference(first, policy, m)) for m in (*metrics, *first.also)}
         entries.append(entry)
     return {"settings": dict(settings), "policies": entries}
 
 
-def as_table(policies: Sequence[Judged], metrics: Sequence[str]) -> str:
+def as_table(policies: Sequence[Judged | Measured], metrics: Sequence[str]) -> str:
     """A row per metric, a column per policy, with paired differences from the first."""
     first, rest = policies[0], policies[1:]
     head = ["", first.name]
     for policy in rest:
         head += [policy.name, f"minus {first.name}" if len(rest) == 1 else "minus the first"]
     rows = [head]
-    for metric in (*metrics, LENGTH):
-        row = [metric, _shown(estimate(first.by_prompt(metric)))]
+    for metric in (*metrics, *first.also):
+        row = [metric, _shown(first.estimate(metric))]
         for policy in rest:
-            row += [_shown(estimate(policy.by_prompt(metric))), _shown(_difference(first, policy, metric), sign="+")]
+            row += [_shown(policy.estimate(metric)), _shown(_difference(first, policy, metric), sign="+")]
         rows.append(row)
     reasons = sorted({reason for policy in policies for reason in policy.finish_reasons()})
     for reason in reasons:
@@ -158,11 +186,14 @@ def as_table(policies: Sequence[Judged], metrics: Sequence[str]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def _difference(first: Judged, policy: Judged, metric: str) -> Estimate:
-    return paired_difference(first.by_prompt(metric), policy.by_prompt(metric))
+def _difference(first: Judged | Measured, policy: Judged | Measured, metric: str) -> Estimate:
+    before, after = first.by_prompt(metric), policy.by_prompt(metric)
+    if not before:  # a metric of all documents together
+        return Estimate(policy.estimate(metric).mean - first.estimate(metric).mean, None, 0)
+    return paired_difference(before, after)
 
 
-def _share(policy: Judged, reason: str) -> str:
+def _share(policy: Judged | Measured, reason: str) -> str:
     return f"{100 * policy.finish_reasons().get(reason, 0.0):.1f} %"
 
 

@@ -1,15 +1,18 @@
-"""The entry point of every rank of `oppo generate`."""
+"""Policies on their ranks; entry point of `oppo generate`.  Legend: N pairs, R tokens of continuations, V vocabulary shard."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import count
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from oppo_megatron.clock import ByTime, to_stderr
 from oppo_megatron.cluster.activity import Activity
@@ -20,13 +23,17 @@ from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
 from oppo_megatron.data.tokenizer import Tokenizer, encode_prompt
 from oppo_megatron.engine.executor import Links, build_links
 from oppo_megatron.engine.round_runner import PromptDecoder
-from oppo_megatron.engine.sampler import Sampling
+from oppo_megatron.engine.sampler import Sampling, draw_at
 from oppo_megatron.engine.stopping import Stopping, StopText, all_ids
 from oppo_megatron.layout.placements import RolePlacement
+from oppo_megatron.mcore.batch import Answered, MicroBatch, pack_responses
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.roles import load_role
+from oppo_megatron.mcore.training import forward_rows
+from oppo_megatron.mcore.vocab import token_logprobs
 from oppo_megatron.mcore.weights.checkpoint import load_adapters
+from oppo_megatron.policy import answers
 from oppo_megatron.policy.answers import Conversation, Decode, GrowingText, OutputFile, Request, ResponseFile, Terminal, answer_of
 from oppo_megatron.policy.finding import Policy, policy_tokenizer
 from oppo_megatron.policy.given_prompts import Messages, converse, open_lines, require_room, until_interrupted
@@ -55,20 +62,13 @@ def run_rank(kind: str, request: Request) -> int:
             _converse(request, request.to, policy, world)
         elif isinstance(request.to, OutputFile):
             _fill(request, request.to, policy, world)
-        else:
+        elif isinstance(request.to, Terminal):
             _show(request, request.to, policy, world)
     return 0
 
 
 def _decoder(request: Request, policy: LoadedPolicy, round_steps: int) -> PromptDecoder:
-    drawing, tokenizer = request.drawing, policy.tokenizer
-    text = StopText(drawing.stop, tokenizer.decode) if drawing.stop else None
-    return policy.decoder(
-        Sampling(drawing.temperature, drawing.top_k, drawing.top_p, drawing.seed),
-        Stopping(all_ids(tokenizer.eos_ids, drawing.stop_token_ids), drawing.max_tokens, text=text),
-        num_slots=min(request.num_slots, max(1, len(request.prompts))),
-        round_steps=round_steps,
-    )
+    return policy.drawing(request.drawing, min(request.num_slots, max(1, len(request.prompts))), round_steps)
 
 
 def _show(request: Request, to: Terminal, policy: LoadedPolicy, world: World) -> None:
@@ -186,6 +186,10 @@ def build_place(world: World, parallel: ParallelConfig) -> PolicyPlacement:
     return PolicyPlacement(world, groups, links)
 
 
+Asked = tuple[Sequence[Answered], answers.Drawing | None, int]
+"""Pairs (context, continuation) to score; or, with a drawing and slots per replica, contexts to continue."""
+
+
 @dataclass(frozen=True)
 class LoadedPolicy:
     model: RoleModel
@@ -207,6 +211,60 @@ class LoadedPolicy:
             round_steps=round_steps,
             activity=activity or self.placement.world.activity,
         )
+
+    def drawing(self, drawing: answers.Drawing, num_slots: int, round_steps: int = 64) -> PromptDecoder:
+        """As `decoder`, by the settings of a `drawing`."""
+        text = StopText(drawing.stop, self.tokenizer.decode) if drawing.stop else None
+        stopping = Stopping(all_ids(self.tokenizer.eos_ids, drawing.stop_token_ids), drawing.max_tokens, text=text)
+        sampling = Sampling(drawing.temperature, drawing.top_k, drawing.top_p, drawing.seed)
+        return self.decoder(sampling, stopping, num_slots=num_slots, round_steps=round_steps)
+
+    @property
+    def leads(self) -> bool:
+        return dist.get_rank() == self.model.groups.output_rank
+
+    def answer(self, asked: Asked | None, progress: Callable[[str], None] = lambda line: None) -> list[Any] | None:
+        """Answer the rank that leads, whose last request is None; the others call this with None until they get None.
+
+        The answer to a pair is the log-prob of its continuation, and whether greedy decoding writes it; with a `Drawing` a text.
+        """
+        groups, box = self.model.groups, [asked]
+        if len(groups.ranks) > 1:
+            with self.placement.world.activity.doing("requests of an evaluation", waits=not self.leads):
+                dist.broadcast_object_list(box, groups.output_rank, groups.all, self.placement.world.device)
+        if box[0] is None:
+            return None
+        pairs, drawing, num_slots = box[0]
+        if drawing is None:
+            return self._score(pairs)
+        texts, prompts = [""] * len(pairs), [Prompt(i, i, "", tuple(context)) for i, (context, _) in enumerate(pairs)]
+        for done, rollout in enumerate(self.drawing(drawing, min(num_slots, len(pairs))).decode(prompts), start=1):
+            texts[rollout.seq_id] = self.tokenizer.decode(rollout.tokens)
+            progress(f"{done} of {len(pairs)} responses")
+        return texts
+
+    def _score(self, pairs: Sequence[Answered]) -> list[tuple[float, bool]]:
+        """Replicas divide the pairs."""
+        groups, device, vocab = self.model.groups, self.placement.world.device, self.model.vocab
+        mine, found_N2 = (
+            range(groups.dp_rank, len(pairs), groups.dp),
+            torch.zeros(len(pairs), 2, dtype=torch.float64, device=device),
+        )
+
+        def finish(batch: MicroBatch, logits_RV: Tensor) -> Tensor:
+            logp_R, _ = token_logprobs(logits_RV, batch.targets_R, vocab)
+            greedy_R = draw_at(logits_RV.float(), Sampling(temperature=0.0), torch.zeros_like(logp_R), vocab).tokens
+            columns_R2 = torch.stack([logp_R.double(), (greedy_R == batch.targets_R).double()], -1)
+            return torch.stack([torch.stack([x[:, 0].sum(), x[:, 1].amin()]) for x in columns_R2.split(list(batch.counts))])
+
+        contexts, continuations = [pairs[i][0] for i in mine], [pairs[i][1] for i in mine]
+        batches = pack_responses(contexts, continuations, self.runtime.micro_batch_tokens, device)
+        tables = forward_rows(self.model, batches, finish)
+        for batch, table in zip(batches, tables if groups.tp_rank == 0 else (), strict=False):
+            found_N2[[mine[i] for i in batch.index]] = table
+        if len(groups.ranks) > 1:
+            dist.all_reduce(found_N2, group=groups.all)
+        return [(total, greedy == 1.0) for total, greedy in found_N2.tolist()]
 
 
 def load_policy(

@@ -57,6 +57,15 @@ class Conversation:
 
 
 @dataclass(frozen=True)
+class TaskResults:
+    """Files in `folder`, NAME.json for each of `tasks` (with its configuration), of at most `limit` documents."""
+
+    folder: Path
+    tasks: dict[str, dict[str, Any]]
+    limit: int | None
+
+
+@dataclass(frozen=True)
 class Request:
     """`prompts` have `seq_id` = place * `samples` + sample.  `max_length`: of prompt and response.  `num_slots`: per replica."""
 
@@ -68,7 +77,7 @@ class Request:
     samples: int
     num_slots: int
     max_length: int
-    to: Terminal | OutputFile | Conversation
+    to: Terminal | OutputFile | Conversation | TaskResults
     about_prompts: str = ""
 
 

@@ -11,6 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from oppo_megatron.clock import to_stderr
+from oppo_megatron.cluster.world import World
 from oppo_megatron.config.derived import share_of_sequences
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.control.estimates import Figures, estimate
@@ -18,9 +20,11 @@ from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.engine.round_runner import PromptDecoder, RoundRunner
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
+from oppo_megatron.evaluation.tasks import TaskConfig, find_tasks, main_figure
 from oppo_megatron.mcore.batch import join_rows, pack_at
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.training import forward_rows
+from oppo_megatron.policy.answering import LoadedPolicy, PolicyPlacement
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.rewards.functions import RewardSum
 from oppo_megatron.rewards.protocol import ScoreItem
@@ -31,7 +35,10 @@ from oppo_megatron.train.score_exchange import ScoreExchange, StepRewards
 class Evaluator(HeldoutSchedule):
     """Decodes into a temporary cache of at most the run's slots, without forced lengths."""
 
-    def __init__(self, config: TrainConfig, prompts: PromptSet, judges: RewardSum, rounds: RoundRunner, exchange: ScoreExchange):
+    def __init__(
+        self, config: TrainConfig, prompts: PromptSet, judges: RewardSum, rounds: RoundRunner, exchange: ScoreExchange,
+        world: World,
+    ):  # fmt: skip
         evaluation = config.evaluation
         assert evaluation is not None
         super().__init__(evaluation.every_steps, config.early_stop)
@@ -43,6 +50,11 @@ class Evaluator(HeldoutSchedule):
         self.source = rounds.planner.site.source
         self.steps = StepRewards.of(evaluation.metrics, tokenizer)
         self.sampling = Sampling(temperature=evaluation.temperature, seed=config.seed)
+        self.policy, self.tasks = None, dict[str, TaskConfig]()
+        if evaluation.tasks and rounds.decode is not None:
+            place = PolicyPlacement(world, rounds.decode.model.groups, rounds.executor.links)
+            self.policy = LoadedPolicy(rounds.decode.model, tokenizer, place, config.runtime)
+            self.tasks = find_tasks(evaluation.tasks, evaluation.task_data, "evaluation.task_data") if self.policy.leads else {}
         count = min(len(prompts), evaluation.most_rows)
         once = PromptStream(prompts, 0, epochs=1, limit=count, shuffle=False)
         self.prompts: Sequence[Prompt] = [
@@ -55,10 +67,11 @@ class Evaluator(HeldoutSchedule):
         """Measure and report to early stopping.  Raises RewardError on the actor's first output rank if a judge fails."""
         rollouts = None if self.rounds.decode is None else self._decode(self.rounds.decode.model)
         scores_N = self._model_scores(rollouts) if self.judges.reads_model() else None
-        table = None
+        of_tasks, table = [] if self.policy is None else self._measure_tasks(self.policy), None
         if self.exchange.rank == self.source:
             assert rollouts is not None
-            values = [value for pair in self._judge(rollouts, scores_N) for value in pair]
+            pairs = [*self._judge(rollouts, scores_N), *of_tasks]
+            values = [-1.0 if value is None else value for pair in pairs for value in pair]
             table = torch.tensor(values, dtype=torch.float64)
         names = self.config.names
         shared = self.exchange.shared("held-out metrics", table, 2 * len(names), self.source).tolist()
@@ -66,6 +79,13 @@ class Evaluator(HeldoutSchedule):
         figures = dict(zip(names, zip(means, errors, strict=True), strict=True))
         self.observe(step, figures)
         return figures
+
+    def _measure_tasks(self, policy: LoadedPolicy) -> list[tuple[float, float | None]]:
+        """Figures on the actor's first output rank.  Collective of the actor's ranks."""
+        from oppo_megatron.evaluation.harness import measure_tasks
+
+        found = measure_tasks(self.tasks, policy, self.max_slots, self.config.most_rows, to_stderr)
+        return [main_figure(result) for _, result in found]
 
     def _decode(self, actor: RoleModel) -> list[Rollout]:
         decoder = PromptDecoder(
@@ -116,8 +136,8 @@ class Evaluator(HeldoutSchedule):
         values = join_rows(outputs, [len(row) for row in places], batches)
         return values if self.steps is None else self.steps.scores(values, ends)
 
-    def _judge(self, rollouts: Sequence[Rollout], scores_N: Tensor | None) -> list[tuple[float, float]]:
-        columns: list[dict[int, list[float]]] = [{} for _ in self.config.names]
+    def _judge(self, rollouts: Sequence[Rollout], scores_N: Tensor | None) -> list[tuple[float, float | None]]:
+        columns: list[dict[int, list[float]]] = [{} for _ in self.config.judged]
         items = [ScoreItem(r.seq_id, r.prompt.text, self.exchange.tokenizer.decode(r.tokens), r.prompt.fields) for r in rollouts]
         self.judges.request(items)
         for i, (rollout, item) in enumerate(zip(rollouts, items, strict=True)):
@@ -129,4 +149,4 @@ class Evaluator(HeldoutSchedule):
             for column, value in zip(columns, measured, strict=True):
                 column.setdefault(rollout.seq_id // self.config.samples, []).append(value)
         found = [estimate(column) for column in columns]
-        return [(each.mean, -1.0 if each.error is None else each.error) for each in found]
+        return [(each.mean, each.error) for each in found]

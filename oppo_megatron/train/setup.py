@@ -231,7 +231,7 @@ def build_loop(
     rollouts = Rollouts(scheduler, rounds, exchange, overlap, lambda: meter.facts.planning(), builder.stopping(inputs), groups)
     evaluator = None
     if inputs.heldout is not None and inputs.judges is not None:
-        evaluator = Evaluator(config, inputs.heldout, inputs.judges, rounds, exchange)
+        evaluator = Evaluator(config, inputs.heldout, inputs.judges, rounds, exchange, world)
     loop = TrainingLoop if overlap.continuous is None else ContinuousLoop
     return loop(config, world, inputs.prompts, rollouts, exchange, updates, adaptation, evaluator, saver, meter)
 

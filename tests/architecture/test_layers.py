@@ -31,10 +31,10 @@ ALLOWED: dict[str, set[str]] = {
     "mcore": {"config", "modeldir", "rundir", "layout", "schedule", "cluster"},
     "engine": {"config", "layout", "schedule", "cluster", "mcore"},
     "train": {"config", "modeldir", "rundir", "layout", "overcommit", "control", "algorithms", "schedule"}
-    | {"rewards", "data", "cluster", "mcore", "engine"},
+    | {"rewards", "data", "cluster", "mcore", "engine", "policy", "evaluation"},
     "policy": {"config", "modeldir", "rundir", "layout", "schedule", "data", "cluster", "mcore", "engine"},
     "serving": {"config", "modeldir", "layout", "rewards", "data", "cluster", "mcore"},
-    "evaluation": {"config", "control", "rewards", "data", "serving"},
+    "evaluation": {"config", "rundir", "control", "rewards", "data", "cluster", "policy", "serving"},
     "integrations": {"config", "modeldir", "rundir", "layout", "control", "rewards", "mcore"},
     "report": {"rundir"},
     "sim": {"config", "modeldir", "rundir", "layout", "overcommit", "control", "schedule"},
