@@ -11,6 +11,7 @@
 #   make test-core VERSION=0.19.2    the tests of models and runs on another megatron-core, put into .core
 #   make test-python PYTHON=python3.12    the demo, settings and logits on another Python, in an environment in build
 #   make test-wandb    the test of the tracker with the real wandb, installed into .wandb
+#   make test-lmeval   creates .venv-lmeval with lm-evaluation-harness, compares the paper's five tasks with its own model
 #   make test-gpulibs  calls of transformer-engine, flash-attn and apex against their Python, put into .gpulibs; no GPU needed
 #   make test-aligner    creates .venv-aligner, tests the NeMo-Aligner plugin against the real package
 #   make test-oracles    creates .venv-oracles with TRL and verl, compares losses, advantages and whole steps with theirs
@@ -39,6 +40,9 @@ ORACLES_INSTALLED := $(ORACLES_VENV)/.installed
 ORACLES_REQUIREMENTS := tests/oracles/requirements-nodeps.txt tests/oracles/requirements.txt
 ORACLES_PIP := $(ORACLES_VENV)/bin/python -m pip --disable-pip-version-check install
 
+LMEVAL_VENV := .venv-lmeval
+LMEVAL_INSTALLED := $(LMEVAL_VENV)/.installed
+
 # Another megatron-core than that of .venv, and tests that `make test` runs on it too: parity, a layout of each kind, exact resume.
 VERSION ?= 0.19.2
 CORE := .core/$(VERSION)
@@ -63,7 +67,7 @@ PURE := tests/architecture $(wildcard $(addprefix tests/unit/test_, $(addsuffix 
 # Every process of the tests would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo check test test-long test-aligner lint docs lint-and-docs hooks gpu-rehearsal gpu-test gpu-pack test-core test-python test-slurm test-wandb test-gpulibs test-oracles bench-trl clean
+.PHONY: demo check test test-long test-aligner lint docs lint-and-docs hooks gpu-rehearsal gpu-test gpu-pack test-core test-python test-slurm test-wandb test-lmeval test-gpulibs test-oracles bench-trl clean
 
 demo: $(INSTALLED)
 	$(BIN)/oppo demo
@@ -130,6 +134,10 @@ test-wandb: $(INSTALLED_TEST)
 	test -d .wandb || $(PIP) --quiet --target .wandb 'wandb>=0.17'
 	PYTHONPATH=$(CURDIR)/.wandb $(BIN)/python -m pytest tests/unit/test_train_logs.py
 
+test-lmeval: $(LMEVAL_INSTALLED)
+	CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_HOME=$(CURDIR)/build/lmeval \
+		$(LMEVAL_VENV)/bin/python -m pytest -W ignore tests/lmeval
+
 # The Python of these libraries alone: flash-attn would otherwise look for a compiler, or for a wheel of its own on the network.
 test-gpulibs: $(INSTALLED_TEST)
 	test -d .gpulibs/transformer_engine || $(PIP) --quiet --no-deps --only-binary=:all: --target .gpulibs/transformer_engine '$(TE)'
@@ -146,7 +154,7 @@ bench-trl: $(INSTALLED) $(PEER_INSTALLED)
 	$(BIN)/python benchmarks/peers/compare.py --prompt-tokens 64 $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(PEER_VENV) $(ALIGNER_VENV) $(ORACLES_VENV) .core .wandb .gpulibs .whl .kit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(PEER_VENV) $(ALIGNER_VENV) $(ORACLES_VENV) $(LMEVAL_VENV) .core .wandb .gpulibs .whl .kit build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 $(INSTALLED): pyproject.toml setup.py constraints.txt | $(BIN)/python
 	$(PIP) -e .
@@ -170,6 +178,15 @@ $(ALIGNER_INSTALLED): $(ALIGNER_REQUIREMENTS) $(INSTALLED_TEST)
 		> "$$($(ALIGNER_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz-project.pth"
 	{ $(ALIGNER_PIP) --no-deps -r tests/aligner/requirements-nodeps.txt && $(ALIGNER_PIP) -r tests/aligner/requirements.txt; } || { \
 		echo "NeMo-Aligner could not be installed: that needs access to a package index once, and Python 3.11 or newer."; exit 1; }
+	touch $@
+
+$(LMEVAL_INSTALLED): pyproject.toml constraints.txt $(INSTALLED_TEST)
+	rm -rf $(LMEVAL_VENV)
+	$(BIN)/python -m venv --without-pip $(LMEVAL_VENV)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(LMEVAL_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/zz-project.pth"
+	$(LMEVAL_VENV)/bin/python -m pip --disable-pip-version-check install -c constraints.txt 'lm-eval>=0.4.13,<0.5' || { \
+		echo "lm-evaluation-harness could not be installed: that needs access to a package index once."; exit 1; }
 	touch $@
 
 # Releases from 0.17 name Python 3.12, but their Python runs on 3.11; from 0.18 they import triton.

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from operator import itemgetter
@@ -24,17 +24,18 @@ from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.errors import ConfigError, DataError
 from oppo_megatron.evaluation.grading import Answer, Grader, Judged, Measured, as_json, as_table
-from oppo_megatron.evaluation.tasks import TASKS_ENTRY, find_tasks
+from oppo_megatron.evaluation.tasks import find_tasks
 from oppo_megatron.layout.shape import check_head, max_positions
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.nesting import read_json
-from oppo_megatron.policy.answers import Request, TaskResults
+from oppo_megatron.policy.answers import OutputFile, Request
 from oppo_megatron.policy.finding import ADAPTER_CONFIG, RUN_CONFIG, SHAPE, WEIGHTS, find_policy
 from oppo_megatron.preflight.validate import check_source
 from oppo_megatron.rundir.directory import write_json
 from oppo_megatron.rundir.metrics_log import read_metrics
 
 SHOWN_ROWS = 20
+TASKS_ENTRY = "oppo_megatron.evaluation.harness:run_rank"
 WITHOUT_TASKS = (
     "verifier", "reward_model", "function", "url", "rewards", "template", "as_chat", "max_tokens", "temperature", "top_k",
     "top_p", "stop", "stop_id",
@@ -142,19 +143,21 @@ def _measure_tasks(args: argparse.Namespace) -> int:
         for place, request in enumerate(requests):
             left = {f"{name}-{place}": tasks[name] for name in tasks if not (folder / f"{name}-{place}.json").exists()}
             _tell(f"{request.policy.summary}: {len(left)} of {len(tasks)} tasks to measure")
-            request = replace(request, to=TaskResults(folder, left, args.max_prompts))
+            request = replace(request, to=OutputFile(folder, {"tasks": left, "limit": args.max_prompts}))
             if left and (code := launch("eval", request, request.parallel.num_ranks, TASKS_ENTRY)):
                 return code
-        measured = [
-            Measured(str(directory), {name: read_json((folder / f"{name}-{place}.json").read_text()) for name in tasks})
-            for place, directory in enumerate(args.directory)
-        ]
+        measured = [Measured(str(of), (), (), _figures(folder, place, tasks)) for place, of in enumerate(args.directory)]
     metrics = list(measured[0].found)
     record = as_json(measured, metrics, {"tasks": list(tasks), "max_prompts": args.max_prompts})
     if args.out is not None:
         write_json(args.out / "eval.json", record)
     print(json.dumps(record) if args.json else as_table(measured, metrics))
     return 0
+
+
+def _figures(folder: Path, place: int, tasks: Collection[str]) -> dict[str, Any]:
+    results = {name: read_json((folder / f"{name}-{place}.json").read_text(encoding="utf-8"))["metrics"] for name in tasks}
+    return {f"{name} {metric}": found for name, metrics in results.items() for metric, found in metrics.items()}
 
 
 def _task_request(args: argparse.Namespace, directory: Path) -> Request:

@@ -73,8 +73,8 @@ class EvaluationConfig(MeasuringConfig):
 
 
 def all_tasks(names: Sequence[str]) -> list[str]:
-    """Replace the preset by its tasks."""
-    return [task for name in names for task in (PAPER_TASKS if name == "paper" else (name,))]
+    """Replace the preset by its tasks; each task once."""
+    return list(dict.fromkeys(task for name in names for task in (PAPER_TASKS if name == "paper" else (name,))))
 
 
 class HeldoutConfig(MeasuringConfig):

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from oppo_megatron.clock import by_time
 from oppo_megatron.config.serve import ServeConfig
@@ -104,7 +104,7 @@ LENGTH = "response tokens"
 
 @dataclass(frozen=True)
 class Judged:
-    also = (LENGTH,)
+    also: ClassVar[tuple[str, ...]] = (LENGTH,)
     name: str
     answers: Sequence[Answer]
     grades: Sequence[Mapping[str, float]]
@@ -119,7 +119,6 @@ class Judged:
     def estimate(self, metric: str) -> Estimate:
         return estimate(self.by_prompt(metric))
 
-    @property
     def about(self) -> dict[str, Any]:
         return {"prompts": len(self.by_prompt(LENGTH)), "responses": len(self.answers), "finish_reasons": self.finish_reasons()}
 
@@ -128,43 +127,35 @@ class Judged:
         return {reason: count / len(self.answers) for reason, count in sorted(counts.items())}
 
 
-class Measured:
-    """A policy's results of tasks, by name."""
+@dataclass(frozen=True)
+class Measured(Judged):
+    """A policy's figures on tasks, by task and metric."""
 
-    also, about = (), dict[str, Any]()
-
-    def __init__(self, name: str, results: Mapping[str, Mapping[str, Any]]):
-        self.name = name
-        self.found = {f"{task} {metric}": found for task in results for metric, found in results[task]["metrics"].items()}
-
-    def estimate(self, metric: str) -> Estimate:
-        found = self.found[metric]
-        return Estimate(found["mean"], found["error"], len(found["documents"]))
+    found: Mapping[str, Mapping[str, Any]]
+    also = ()
 
     def by_prompt(self, metric: str) -> dict[int, list[float]]:
         return {int(document): [value] for document, value in self.found[metric]["documents"].items()}
 
-    def finish_reasons(self) -> dict[str, float]:
+    def estimate(self, metric: str) -> Estimate:
+        return Estimate(self.found[metric]["mean"], self.found[metric]["error"], len(self.found[metric]["documents"]))
+
+    def about(self) -> dict[str, Any]:
         return {}
 
 
-def as_json(
-    policies: Sequence[Judged] | Sequence[Measured], metrics: Sequence[str], settings: Mapping[str, Any]
-) -> dict[str, Any]:
+def as_json(policies: Sequence[Judged], metrics: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
     first, entries = policies[0], []
     for policy in policies:
-        entry = {
-            "policy": policy.name,
-            **policy.about,
-            "metrics": {m: asdict(policy.estimate(m)) for m in (*metrics, *first.also)},
-        }
+        estimates = {m: asdict(policy.estimate(m)) for m in (*metrics, *first.also)}
+        entry = {"policy": policy.name, **policy.about(), "metrics": estimates}
         if policy is not first:
             entry["difference"] = {m: asdict(_difference(first, policy, m)) for m in (*metrics, *first.also)}
         entries.append(entry)
     return {"settings": dict(settings), "policies": entries}
 
 
-def as_table(policies: Sequence[Judged | Measured], metrics: Sequence[str]) -> str:
+def as_table(policies: Sequence[Judged], metrics: Sequence[str]) -> str:
     """A row per metric, a column per policy, with paired differences from the first."""
     first, rest = policies[0], policies[1:]
     head = ["", first.name]
@@ -186,14 +177,14 @@ def as_table(policies: Sequence[Judged | Measured], metrics: Sequence[str]) -> s
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
 
 
-def _difference(first: Judged | Measured, policy: Judged | Measured, metric: str) -> Estimate:
+def _difference(first: Judged, policy: Judged, metric: str) -> Estimate:
     before, after = first.by_prompt(metric), policy.by_prompt(metric)
     if not before:  # a metric of all documents together
         return Estimate(policy.estimate(metric).mean - first.estimate(metric).mean, None, 0)
     return paired_difference(before, after)
 
 
-def _share(policy: Judged | Measured, reason: str) -> str:
+def _share(policy: Judged, reason: str) -> str:
     return f"{100 * policy.finish_reasons().get(reason, 0.0):.1f} %"
 
 

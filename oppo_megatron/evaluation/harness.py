@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import lm_eval
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from oppo_megatron.clock import ByTime, to_stderr
 from oppo_megatron.cluster.world import choose_device, open_world
 from oppo_megatron.data.tokenizer import encode_prompt, hidden_ids
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.evaluation.tasks import TaskConfig, load_task
+from oppo_megatron.evaluation.tasks import measure_tasks
 from oppo_megatron.policy.answering import LoadedPolicy, build_place, load_policy
-from oppo_megatron.policy.answers import Drawing, Request, TaskResults
+from oppo_megatron.policy.answers import Drawing, OutputFile, Request
 from oppo_megatron.policy.finding import policy_tokenizer
 from oppo_megatron.rundir.directory import write_json
 
@@ -28,12 +25,12 @@ KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
 class PolicyLM(TemplateLM):
     """On the rank that leads.  As in the harness, prompts that are too long lose their beginning; `tell` gets a warning."""
 
-    eot_token_id = prefix_token_id = -1  # those of the policy, below
+    eot_token_id = prefix_token_id = -1  # abstract in the base; set below
 
     def __init__(self, policy: LoadedPolicy, num_slots: int, tell: Callable[[str], None]):
         super().__init__()
-        self._policy, self._text, self._num_slots = policy, policy.tokenizer, num_slots
-        self._tell, self._progress = tell, ByTime(tell)
+        self._policy, self._text, self._num_slots, self._tell = policy, policy.tokenizer, num_slots, tell
+        self._progress = ByTime(tell)
         self.max_length, self.eot_token_id = policy.model.max_length, self._text.eos_id
         self.prefix_token_id = self._text.eos_id if self._text.bos_id is None else self._text.bos_id
 
@@ -56,25 +53,15 @@ class PolicyLM(TemplateLM):
         return found
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = True) -> list[float]:
-        totals = []
-        for request in requests:
-            windows = get_rolling_token_windows(self.tok_encode(request.args[0]), self.prefix_token_id, self.max_length, 1)
-            pairs = [(None, *make_disjoint_window(window)) for window in windows]
-            totals.append(sum(total for total, _ in self._loglikelihood_tokens(pairs)))
-        return totals
+        raise NotImplementedError("`find_tasks` refuses tasks that ask for it")
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
-        texts, alike = [""] * len(requests), dict[str, list[int]]()
-        for place, request in enumerate(requests):
-            alike.setdefault(repr(request.args[1]), []).append(place)
-        for places in alike.values():
-            drawing, stop = self._drawing(requests[places[0]].args[1])
-            room, contexts = self.max_length - drawing.max_tokens, [self.tok_encode(requests[i].args[0]) for i in places]
-            self._tell_cut([len(tokens) for tokens in contexts], room)
-            asked = [(tokens[-room:], ()) for tokens in contexts], drawing, self._num_slots
-            for place, text in zip(places, self._policy.answer(asked, self._progress) or (), strict=True):
-                texts[place] = postprocess_generated_text(text, stop, None)
-        return texts
+        """All requests are of one task, which has one way of decoding."""
+        drawing, stop = self._drawing(requests[0].args[1])
+        room, contexts = self.max_length - drawing.max_tokens, [self.tok_encode(request.args[0]) for request in requests]
+        self._tell_cut([len(tokens) for tokens in contexts], room)
+        texts = self._policy.answer(([(tokens[-room:], ()) for tokens in contexts], drawing, self._num_slots), self._progress)
+        return [postprocess_generated_text(text, stop, None) for text in texts or ()]
 
     def _drawing(self, given: dict[str, Any]) -> tuple[Drawing, list[str]]:
         """Settings, and stop texts; a text that is a special token ends a response by its id."""
@@ -95,47 +82,12 @@ class PolicyLM(TemplateLM):
             self._tell(f"WARNING: {cut} of {len(lengths)} prompts lose their beginning: the context has {self.max_length} tokens")
 
 
-def _say(tell: Callable[[str], None], name: str, line: str) -> None:
-    tell(f"{name}: {line}")
-
-
-def measure_tasks(
-    tasks: Mapping[str, TaskConfig], policy: LoadedPolicy, num_slots: int, limit: int | None, tell: Callable[[str], None]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each task's name and result on the rank that leads: shots, versions and `metrics`.  Collective."""
-    if not policy.leads:
-        while policy.answer(None) is not None:
-            pass
-        return
-    try:
-        for name, config in tasks.items():
-            task = load_task(config)
-            lm = PolicyLM(policy, num_slots, partial(_say, tell, name))
-            found = lm_eval.evaluate(lm, {"tasks": {task.task_name: task}}, limit=limit)
-            about = {"lm_eval": lm_eval.__version__, "version": task.VERSION, "shots": task.get_config("num_fewshot")}
-            yield name, {**about, "metrics": dict(_metrics(found))}
-    finally:
-        policy.answer(None)
-
-
-def _metrics(found: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Mean, the harness's standard error, and values by document of each metric."""
-    (figures,), (samples,) = found["results"].values(), found["samples"].values()
-    for key in figures:
-        metric, comma, filtered = key.partition(",")
-        if comma and not metric.endswith("_stderr"):
-            error, rows = figures[f"{metric}_stderr,{filtered}"], [each for each in samples if each["filter"] == filtered]
-            values = {each["doc_id"]: float(each[metric]) for each in rows if isinstance(each.get(metric), int | float)}
-            name, mean = metric if filtered == "none" else f"{metric} {filtered}", float(figures[key])
-            yield name, {"mean": mean, "error": None if error == "N/A" else float(error), "documents": values}
-
-
 def run_rank(kind: str, request: Request) -> int:
     choose_device(request.runtime)
     with open_world(request.runtime) as world:
         tokenizer, place, to = policy_tokenizer(request.policy), build_place(world, request.parallel), request.to
-        assert isinstance(to, TaskResults)
+        assert isinstance(to, OutputFile)
         policy = load_policy(request.policy, place, request.runtime, tokenizer, request.max_length)
-        for name, result in measure_tasks(to.tasks, policy, request.num_slots, to.limit, to_stderr):
-            write_json(to.folder / f"{name}.json", result)
+        for name, result in measure_tasks(to.settings["tasks"], policy, request.num_slots, to.settings["limit"], to_stderr):
+            write_json(to.path / f"{name}.json", result)
     return 0

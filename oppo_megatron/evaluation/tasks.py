@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from oppo_megatron.config.evaluation import all_tasks
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.errors import ConfigError
 
+if TYPE_CHECKING:
+    from oppo_megatron.policy.answering import LoadedPolicy
+
 TaskConfig = dict[str, Any]
 """Settings of a task as in the harness's files: `include` names its own file; shots and data set may be replaced."""
 
-TASKS_ENTRY = "oppo_megatron.evaluation.harness:run_rank"
 SPLITS = ("fewshot_split", "training_split", "validation_split", "test_split")
 
 
@@ -34,45 +36,39 @@ def find_tasks(names: Sequence[str], data: Path | None, option: str, *, read: bo
     index, found, problems = TaskManager().task_index, dict[str, TaskConfig](), list[str]()
     for each in all_tasks(names):
         name, _, shots = each.partition("@")
-        entry, own = index.get(name), {"num_fewshot": int(shots)} if shots else {}
-        if each in found:
-            problems.append(f"task {each} is named twice; once is enough")
-        elif entry is None:
+        entry = index.get(name)
+        if entry is None:
             near = difflib.get_close_matches(name, index, n=1)
             problems.append(f"task {name} is unknown; " + (f"did you mean `{near[0]}`?" if near else "see `lm-eval ls tasks`"))
         elif entry.kind.name not in ("TASK", "PY_TASK"):
-            problems.append(f"task {name} is a group of tasks; name those of them that you want, each is a row of its own")
-        elif int(shots or 0) and entry.cfg.get("num_fewshot") == 0:
-            problems.append(f"task {each}: the harness measures it without examples; write {name}")
+            problems.append(f"task {name} is a group; name the tasks in it that you want")
         else:
-            given = {} if data is None else _local({**entry.cfg, **own}, data / name)
+            own = {"num_fewshot": int(shots)} if shots else {}
+            given = {} if data is None else _local(entry.cfg, data / name)
             found[each] = {"include": str(entry.yaml_path), "task": name, **given, **own}
-            if read and (fault := _fault(found[each])):
-                problems.append(f"task {each}: {fault}, for {option} {data or 'FOLDER'} in {data or 'FOLDER'}/{name}")
+            if read and (fault := _fault(found[each], f"{option} FOLDER" if data is None else str(data))):
+                problems.append(f"task {each}: {fault}")
     if problems:
         raise ConfigError(problems)
     return found
 
 
 def _local(settings: Mapping[str, Any], folder: Path) -> TaskConfig:
-    """Replace the data set by a folder's `SPLIT.jsonl`, if there are some, and leave out other splits that are not read."""
-    splits = {key: settings[key] for key in SPLITS if settings.get(key)}
-    files = {split: str(path.resolve()) for split in splits.values() if (path := folder / f"{split}.jsonl").is_file()}
-    examples = list(splits.values())[:1] if settings.get("num_fewshot") else []
-    read = {*files, *examples, settings.get("test_split") or settings.get("validation_split")}
-    absent = {key: None for key, split in splits.items() if split not in read}
-    return {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": files}, **absent} if files else {}
+    """Replace the data set by a folder's `SPLIT.jsonl`, if there are some."""
+    splits = {settings[key] for key in SPLITS if settings.get(key)}
+    files = {split: str(path.resolve()) for split in sorted(splits) if (path := folder / f"{split}.jsonl").is_file()}
+    return {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": files}} if files else {}
 
 
-def _fault(config: TaskConfig) -> str | None:
+def _fault(config: TaskConfig, folder: str) -> str | None:
     try:
         task = load_task(config)
         examples, shots = len(list(task.fewshot_docs())), task.get_config("num_fewshot")
     except Exception as error:  # of a reader, of the network, or of a template without its column
         reason = f"{type(error).__name__}: {str(error)[:300]}"
-        return f"its data set cannot be read ({reason}); without a network, write it to files by split, as test.jsonl"
-    if getattr(task, "UNSAFE_CODE", False) or getattr(task, "MULTIMODAL", False):
-        return "it runs code that the policy writes or shows images, which is not done here; leave it out"
+        return f"its data set cannot be read ({reason}); put files by split, as test.jsonl, into {folder}/{config['task']}"
+    if {"UNSAFE_CODE", "MULTIMODAL"} & vars(task).keys() or task.OUTPUT_TYPE == "loglikelihood_rolling":
+        return "it runs code of the policy, shows images or measures perplexities, which is not done here; leave it out"
     return f"it has {examples} examples for {shots} shots; ask for fewer, or write more" if examples < shots else None
 
 
@@ -88,6 +84,44 @@ def load_task(config: TaskConfig) -> Any:
     task.set_config(key="num_fewshot", value=task.get_config("num_fewshot") or 0)
     task.set_fewshot_seed(seed=DEFAULT_OTHER_SEED)
     return task
+
+
+def measure_tasks(
+    tasks: Mapping[str, TaskConfig], policy: LoadedPolicy, num_slots: int, limit: int | None, tell: Callable[[str], None]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each task's name and result on the rank that leads: shots, versions and `metrics`.  Collective."""
+    if not policy.leads:
+        while policy.answer(None) is not None:
+            pass
+        return
+    import lm_eval
+
+    from oppo_megatron.evaluation.harness import PolicyLM
+
+    try:
+        for name, config in tasks.items():
+
+            def say(line: str, name: str = name) -> None:
+                tell(f"{name}: {line}")
+
+            task, lm = load_task(config), PolicyLM(policy, num_slots, say)
+            found = lm_eval.evaluate(lm, {"tasks": {task.task_name: task}}, limit=limit)
+            about = {"lm_eval": lm_eval.__version__, "version": task.VERSION, "shots": task.get_config("num_fewshot")}
+            yield name, {**about, "metrics": dict(_metrics(found))}
+    finally:
+        policy.answer(None)
+
+
+def _metrics(found: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Mean, the harness's standard error, and values by document of each metric."""
+    (figures,), (samples,) = found["results"].values(), found["samples"].values()
+    for key in figures:
+        metric, comma, filtered = key.partition(",")
+        if comma and not metric.endswith("_stderr"):
+            error, rows = figures[f"{metric}_stderr,{filtered}"], [each for each in samples if each["filter"] == filtered]
+            values = {each["doc_id"]: float(each[metric]) for each in rows if isinstance(each.get(metric), int | float)}
+            name, mean = metric if filtered == "none" else f"{metric} {filtered}", float(figures[key])
+            yield name, {"mean": mean, "error": None if error == "N/A" else float(error), "documents": values}
 
 
 def main_figure(result: Mapping[str, Any]) -> tuple[float, float | None]:

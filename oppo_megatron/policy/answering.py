@@ -62,7 +62,7 @@ def run_rank(kind: str, request: Request) -> int:
             _converse(request, request.to, policy, world)
         elif isinstance(request.to, OutputFile):
             _fill(request, request.to, policy, world)
-        elif isinstance(request.to, Terminal):
+        else:
             _show(request, request.to, policy, world)
     return 0
 
@@ -246,10 +246,8 @@ class LoadedPolicy:
     def _score(self, pairs: Sequence[Answered]) -> list[tuple[float, bool]]:
         """Replicas divide the pairs."""
         groups, device, vocab = self.model.groups, self.placement.world.device, self.model.vocab
-        mine, found_N2 = (
-            range(groups.dp_rank, len(pairs), groups.dp),
-            torch.zeros(len(pairs), 2, dtype=torch.float64, device=device),
-        )
+        mine = range(groups.dp_rank, len(pairs), groups.dp)
+        found_N2 = torch.zeros(len(pairs), 2, dtype=torch.float64, device=device)
 
         def finish(batch: MicroBatch, logits_RV: Tensor) -> Tensor:
             logp_R, _ = token_logprobs(logits_RV, batch.targets_R, vocab)

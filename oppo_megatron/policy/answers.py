@@ -41,7 +41,7 @@ class Terminal:
 
 @dataclass(frozen=True)
 class OutputFile:
-    """A JSONL file; `settings`: all that responses depend on."""
+    """A JSONL file (of tasks a folder: NAME.json each); `settings`: all that responses depend on."""
 
     path: Path
     settings: dict[str, Any]
@@ -57,15 +57,6 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class TaskResults:
-    """Files in `folder`, NAME.json for each of `tasks` (with its configuration), of at most `limit` documents."""
-
-    folder: Path
-    tasks: dict[str, dict[str, Any]]
-    limit: int | None
-
-
-@dataclass(frozen=True)
 class Request:
     """`prompts` have `seq_id` = place * `samples` + sample.  `max_length`: of prompt and response.  `num_slots`: per replica."""
 
@@ -77,7 +68,7 @@ class Request:
     samples: int
     num_slots: int
     max_length: int
-    to: Terminal | OutputFile | Conversation | TaskResults
+    to: Terminal | OutputFile | Conversation
     about_prompts: str = ""
 
 

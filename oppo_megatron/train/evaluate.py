@@ -20,7 +20,7 @@ from oppo_megatron.data.prompts import PromptSet, PromptStream
 from oppo_megatron.engine.round_runner import PromptDecoder, RoundRunner
 from oppo_megatron.engine.sampler import Sampling
 from oppo_megatron.engine.stopping import Stopping
-from oppo_megatron.evaluation.tasks import TaskConfig, find_tasks, main_figure
+from oppo_megatron.evaluation.tasks import TaskConfig, find_tasks, main_figure, measure_tasks
 from oppo_megatron.mcore.batch import join_rows, pack_at
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.training import forward_rows
@@ -67,7 +67,10 @@ class Evaluator(HeldoutSchedule):
         """Measure and report to early stopping.  Raises RewardError on the actor's first output rank if a judge fails."""
         rollouts = None if self.rounds.decode is None else self._decode(self.rounds.decode.model)
         scores_N = self._model_scores(rollouts) if self.judges.reads_model() else None
-        of_tasks, table = [] if self.policy is None else self._measure_tasks(self.policy), None
+        of_tasks, table = list[tuple[float, float | None]](), None
+        if self.policy is not None:
+            results = measure_tasks(self.tasks, self.policy, self.max_slots, self.config.most_rows, to_stderr)
+            of_tasks = [main_figure(result) for _, result in results]
         if self.exchange.rank == self.source:
             assert rollouts is not None
             pairs = [*self._judge(rollouts, scores_N), *of_tasks]
@@ -79,13 +82,6 @@ class Evaluator(HeldoutSchedule):
         figures = dict(zip(names, zip(means, errors, strict=True), strict=True))
         self.observe(step, figures)
         return figures
-
-    def _measure_tasks(self, policy: LoadedPolicy) -> list[tuple[float, float | None]]:
-        """Figures on the actor's first output rank.  Collective of the actor's ranks."""
-        from oppo_megatron.evaluation.harness import measure_tasks
-
-        found = measure_tasks(self.tasks, policy, self.max_slots, self.config.most_rows, to_stderr)
-        return [main_figure(result) for _, result in found]
 
     def _decode(self, actor: RoleModel) -> list[Rollout]:
         decoder = PromptDecoder(

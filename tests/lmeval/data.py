@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from tests.support.hf import save_tiny
+from tests.support.hf import save_tiny, tiny_config
 from tests.support.tokenizers import save_byte_level
 
 WORDS = "the cat dog sun tree water plant rock stone light heat moves grows falls eats burns melts cold warm red blue".split()
@@ -75,5 +75,7 @@ def write_policy(folder: Path, seed: int = 0) -> Path:
     rng = random.Random(8)
     texts = [sentence(rng) + "?" for _ in range(200)] + [gsm8k(rng)["answer"] for _ in range(40)]
     save_byte_level(folder, texts, 512, pad_token="<|end|>")
-    save_tiny(folder, "qwen2", seed=seed, vocab_size=len(AutoTokenizer.from_pretrained(folder)), max_position_embeddings=2048)
+    tiny_config("qwen2").save_pretrained(folder)  # by which transformers chooses the class of the tokenizer
+    largest = max(AutoTokenizer.from_pretrained(folder).get_vocab().values())
+    save_tiny(folder, "qwen2", seed=seed, vocab_size=largest + 1, max_position_embeddings=2048)
     return folder

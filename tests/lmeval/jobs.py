@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 from oppo_megatron.cluster.world import World
 from oppo_megatron.config.model import ParallelConfig, RuntimeConfig
-from oppo_megatron.evaluation.harness import measure_tasks
-from oppo_megatron.evaluation.tasks import TaskConfig
+from oppo_megatron.evaluation.tasks import TaskConfig, measure_tasks
 from oppo_megatron.policy.answering import build_place, load_policy
 from oppo_megatron.policy.finding import find_policy, policy_tokenizer
 
