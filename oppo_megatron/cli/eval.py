@@ -35,7 +35,7 @@ from oppo_megatron.rundir.directory import write_json
 from oppo_megatron.rundir.metrics_log import read_metrics
 
 SHOWN_ROWS = 20
-TASKS_ENTRY = "oppo_megatron.evaluation.harness:run_rank"
+TASKS_ENTRY = "oppo_megatron.evaluation.tasks:run_rank"
 WITHOUT_TASKS = (
     "verifier", "reward_model", "function", "url", "rewards", "template", "as_chat", "max_tokens", "temperature", "top_k",
     "top_p", "stop", "stop_id",

@@ -1,4 +1,4 @@
-"""Policies measured by lm-evaluation-harness, and the entry point of ranks of `oppo eval --tasks`.  Imports lm_eval."""
+"""A policy as a model of lm-evaluation-harness.  Imports lm_eval."""
 
 from __future__ import annotations
 
@@ -8,15 +8,11 @@ from typing import Any
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
-from oppo_megatron.clock import ByTime, to_stderr
-from oppo_megatron.cluster.world import choose_device, open_world
+from oppo_megatron.clock import ByTime
 from oppo_megatron.data.tokenizer import encode_prompt, hidden_ids
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.evaluation.tasks import measure_tasks
-from oppo_megatron.policy.answering import LoadedPolicy, build_place, load_policy
-from oppo_megatron.policy.answers import Drawing, OutputFile, Request
-from oppo_megatron.policy.finding import policy_tokenizer
-from oppo_megatron.rundir.directory import write_json
+from oppo_megatron.policy.answering import LoadedPolicy
+from oppo_megatron.policy.answers import Drawing
 
 BLOCK = 256  # pairs per request to the ranks
 KNOWN = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
@@ -80,14 +76,3 @@ class PolicyLM(TemplateLM):
     def _tell_cut(self, lengths: Sequence[int], room: int) -> None:
         if cut := sum(length > room for length in lengths):
             self._tell(f"WARNING: {cut} of {len(lengths)} prompts lose their beginning: the context has {self.max_length} tokens")
-
-
-def run_rank(kind: str, request: Request) -> int:
-    choose_device(request.runtime)
-    with open_world(request.runtime) as world:
-        tokenizer, place, to = policy_tokenizer(request.policy), build_place(world, request.parallel), request.to
-        assert isinstance(to, OutputFile)
-        policy = load_policy(request.policy, place, request.runtime, tokenizer, request.max_length)
-        for name, result in measure_tasks(to.settings["tasks"], policy, request.num_slots, to.settings["limit"], to_stderr):
-            write_json(to.path / f"{name}.json", result)
-    return 0

@@ -9,9 +9,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+from oppo_megatron.clock import to_stderr
 from oppo_megatron.config.evaluation import all_tasks
 from oppo_megatron.config.paths import missing_path
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.policy.answers import OutputFile, Request
+from oppo_megatron.policy.finding import policy_tokenizer
+from oppo_megatron.rundir.directory import write_json
 
 if TYPE_CHECKING:
     from oppo_megatron.policy.answering import LoadedPolicy
@@ -129,3 +133,18 @@ def main_figure(result: Mapping[str, Any]) -> tuple[float, float | None]:
     metrics = result["metrics"]
     chosen = metrics[next((name for name in ("acc_norm", "acc") if name in metrics), next(iter(metrics)))]
     return chosen["mean"], chosen["error"]
+
+
+def run_rank(kind: str, request: Request) -> int:
+    """The entry point of every rank of `oppo eval --tasks`."""
+    from oppo_megatron.cluster.world import choose_device, open_world
+    from oppo_megatron.policy.answering import build_place, load_policy
+
+    choose_device(request.runtime)
+    with open_world(request.runtime) as world:
+        tokenizer, place, to = policy_tokenizer(request.policy), build_place(world, request.parallel), request.to
+        assert isinstance(to, OutputFile)
+        policy = load_policy(request.policy, place, request.runtime, tokenizer, request.max_length)
+        for name, result in measure_tasks(to.settings["tasks"], policy, request.num_slots, to.settings["limit"], to_stderr):
+            write_json(to.path / f"{name}.json", result)
+    return 0
