@@ -112,7 +112,7 @@ def config(workspace: Workspace, name: str, tasks: dict[str, Any], **changes: An
     )  # fmt: skip
 
 
-def test_tasks_are_held_out_figures_of_a_run_in_any_layout_and_leave_it_as_it_is(
+def test_tasks_are_held_out_figures_of_a_run(
     workspace: Workspace, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     work_in(tmp_path, monkeypatch)
@@ -135,12 +135,20 @@ def test_tasks_are_held_out_figures_of_a_run_in_any_layout_and_leave_it_as_it_is
     assert main(["report", str(run), "--out", str(tmp_path / "report")]) == 0
     assert "arc_easy@2" in "".join(page.read_text() for page in (tmp_path / "report").glob("*.html"))
 
-    run_ranks(1, "tests.e2e.jobs:train", config=config(workspace, "without", {}))
-    ours, theirs = (load_file(run.parent / name / "weights" / "actor" / "model.safetensors") for name in ("one", "without"))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    apart = {"placement": {"mode": "disaggregated"}, "actor.parallel": {"pp": 2, "dp": 2}}
-    run_ranks(5, "tests.e2e.jobs:train", config=config(workspace, "apart", tasks, **apart))
-    other = json.loads((run.parent / "apart" / "summary.json").read_text())["heldout"]
+
+def test_a_run_measures_alike_in_other_layouts_and_trains_as_without_tasks(workspace: Workspace, data: Path) -> None:
+    tasks = {"tasks": list(TASKS), "task_data": str(data)}
+    parts = {"mode": "disaggregated", "actor": {"pp": 2}}
+    cases: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
+        "alone": (1, tasks, {}), "plain": (1, {}, {}), "apart": (3, tasks, {"placement": parts}),
+    }  # fmt: skip
+    runs = {}
+    for name, (ranks, measured, changes) in cases.items():
+        runs[name] = Path(config(workspace, name, measured, **changes)["run_dir"])
+        run_ranks(ranks, "tests.e2e.jobs:train", config=config(workspace, name, measured, **changes))
+    alone, apart = (json.loads((runs[name] / "summary.json").read_text())["heldout"]["0"] for name in ("alone", "apart"))
     for task in TASKS:
-        assert other["0"]["mean"][task] == pytest.approx(heldout["0"]["mean"][task])
-        assert other["0"]["error"][task] == pytest.approx(heldout["0"]["error"][task])
+        assert apart["mean"][task] == pytest.approx(alone["mean"][task])
+        assert apart["error"][task] == pytest.approx(alone["error"][task])
+    ours, theirs = (load_file(runs[name] / "weights" / "actor" / "model.safetensors") for name in ("alone", "plain"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -3,6 +3,7 @@
 import math
 import random
 import statistics
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,15 +14,16 @@ from torch._subclasses import FakeTensorMode
 
 from oppo_megatron.algorithms.supervised_losses import preference_table
 from oppo_megatron.config.derived import best_standard
-from oppo_megatron.config.evaluation import Standard
+from oppo_megatron.config.evaluation import PAPER_TASKS, EvaluationConfig, Standard
 from oppo_megatron.config.load import dump_config
 from oppo_megatron.config.run import RunConfig
 from oppo_megatron.config.run_rules import heldout_rules
 from oppo_megatron.config.supervised import DPOConfig, RewardModelConfig, SFTConfig
 from oppo_megatron.control.estimates import estimate, moments_of, paired_difference, ratios
 from oppo_megatron.data.supervised_rows import Rows, describe_seen, split_rows
-from oppo_megatron.errors import DataError
-from oppo_megatron.evaluation.grading import LENGTH, Answer, Judged, as_json, as_table
+from oppo_megatron.errors import ConfigError, DataError
+from oppo_megatron.evaluation.grading import LENGTH, Answer, Judged, Measured, as_json, as_table
+from oppo_megatron.evaluation.tasks import find_tasks, main_figure
 from oppo_megatron.mcore.vocab import VocabShards, likeliest_share
 from oppo_megatron.policy.finding import RUN_CONFIG, read_run
 from oppo_megatron.rundir.checkpoints import Position
@@ -54,6 +56,34 @@ def test_a_prompt_counts_once_and_table_and_json_have_the_same_figures() -> None
     assert head.split() == ["before", "after", "minus", "before"]
     assert right.split() == ["right", "0.5", "±", "0.5", "1", "±", "0", "+0.5", "±", "0.5"]
     assert length.startswith(LENGTH) and [line.split()[2] for line in ended] == ["eos", "length"]
+
+
+def test_tasks_are_a_row_per_metric_with_the_errors_that_they_bring(monkeypatch: pytest.MonkeyPatch) -> None:
+    def policy(name: str, values: list[float]) -> Measured:
+        documents = {str(place): value for place, value in enumerate(values)}
+        whole = {"mean": 9.0 + values[0], "error": None, "documents": {}}
+        return Measured(name, (), (), {"arc acc": {"mean": 0.25, "error": 0.125, "documents": documents}, "arc f1": whole})
+
+    policies = [policy("a", [0.0, 1.0]), policy("b", [1.0, 1.0])]
+    first, second = as_json(policies, ["arc acc", "arc f1"], {})["policies"]
+    assert first["metrics"]["arc acc"] == {"mean": 0.25, "error": 0.125, "n": 2}, "the harness's, not those of the documents"
+    assert second["difference"] == {
+        "arc acc": {"mean": 0.5, "error": 0.5, "n": 2},
+        "arc f1": {"mean": 1.0, "error": None, "n": 0},
+    }
+    head, acc, f1 = as_table(policies, ["arc acc", "arc f1"]).splitlines()
+    assert acc.split()[2:5] == ["0.25", "±", "0.12"] and f1.split()[2:] == ["9", "10", "+1"]
+    metrics = {name: {"mean": mean, "error": 0.5} for name, mean in (("f1", 1.0), ("acc", 2.0), ("acc_norm", 3.0))}
+    assert [main_figure({"metrics": dict(list(metrics.items())[:n])})[0] for n in (1, 2, 3)] == [1.0, 2.0, 3.0]
+
+    evaluation = {"data": {"path": "x"}, "metrics": [{"kind": "verifier", "name": "gsm8k"}]}
+    names = EvaluationConfig.model_validate({**evaluation, "tasks": ["paper", "gsm8k@5", "piqa"]}).names
+    assert names == ["accuracy", "response_tokens", "truncated", *PAPER_TASKS, "piqa"]
+    with pytest.raises(ValueError, match="pattern"):
+        EvaluationConfig.model_validate({**evaluation, "tasks": ["gsm8k@many"]})
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ConfigError, match=r"pip install 'oppo-megatron\[lm-eval\]'"):
+        find_tasks(["gsm8k"], None, "--task-data")
 
 
 def rows_of(prompts: Iterable[int]) -> Rows[tuple[list[int], list[int]]]:
