@@ -17,7 +17,8 @@ from oppo_megatron.config.ppo import ForcedLimits
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
-from oppo_megatron.sim.runs.step_costs import StepCosts
+from oppo_megatron.sim.runs.continuous import ContinuousRun
+from oppo_megatron.sim.runs.step_costs import StepCosts, built_in_costs
 from oppo_megatron.sim.runs.virtual import VirtualRun, VirtualStep, metrics_lines
 from tests.support.virtual import SIZES, Layout, OrderedRun, drawn, plain, tree
 
@@ -67,6 +68,42 @@ def test_a_scorer_beside_is_a_queue_with_one_server(player: type[VirtualRun], ah
     assert step.step_s == pytest.approx(scorers + UPDATES["actor"](16 * 24) - ahead_s + 0.05 + 0.01)
     own_round = 1e-3  # that only scores, and finds nothing to do on the actor's rank
     assert step.parts.score_exposed_s == pytest.approx(scorers - step.parts.decode_s - own_round - ahead_s)
+
+
+@pytest.mark.parametrize("ranks, updates_s", [("1", 5.0 + 1.0 + 3.0), ("2", 5.0 + 1.0), ("0-1", 5.0 + 1.0 + 3.0)])
+def test_a_step_waits_for_all_updates_if_the_actor_trains_on_other_ranks(ranks: str, updates_s: float) -> None:
+    """The critic's follows the actor's on common ranks; else both run at once."""
+    costs = replace(COSTS, updates={"actor": Linear(5.0, 0.0), "critic": Linear(3.0, 0.0)}, moves={"actor": 1.0})
+    scored = plain(actor=(1, 1, 1), scorer=(1, 1, 1), rollout={"forced_lengths": [24.0, 0.0]}, overlap={"without": ["scores"]})
+    train = scored.actor.train.model_copy(update={"ranks": ranks, "dp": 2 if ranks == "0-1" else 1})
+    config = scored.model_copy(update={"actor": scored.actor.model_copy(update={"train": train})})
+    for step in play(config, 3, costs):
+        parts = step.parts
+        assert step.step_s == pytest.approx(parts.decode_s + parts.score_exposed_s + updates_s + 0.01, abs=0.01)
+        assert parts.update_s == 5.0 and parts.reallocate_s == 1.0 and parts.idle_s > -1e-9
+
+
+def test_continuous_generation_waits_for_the_critic_at_an_installation() -> None:
+    scored = plain(
+        actor=(1, 1, 1), scorer=(1, 1, 1), rollout={"forced_lengths": [24.0, 0.0]}, overlap={"continuous": {}, "max_staleness": 1}
+    )
+    train = scored.actor.train.model_copy(update={"ranks": "2"})
+    config = scored.model_copy(update={"actor": scored.actor.model_copy(update={"train": train})})
+    quick, slow = (
+        play(config, 6, replace(COSTS, updates=UPDATES | {"critic": Linear(critic_s, 0.0)}), ContinuousRun)
+        for critic_s in (0.0, 3.0)
+    )
+    for without, step in zip(quick[2:], slow[2:], strict=True):
+        assert step.step_s == pytest.approx(without.step_s + 3.0, abs=0.5) and step.line["idle_s"]["actor"] > 2.9
+
+
+def test_assumed_updates_follow_the_layout_that_trains() -> None:
+    """Four stages in a row of one replica take as long as four replicas, but for the pipeline's ends."""
+    small = plain(actor=(1, 1, 4), runtime={"device": "cpu", "micro_batch_tokens": 256}, rollout={"batch_size": 256})
+    staged = small.with_values({"actor.train.pp": 4, "actor.train.dp": 1})
+    tokens = small.rollout.batch_size * small.rollout.max_response_tokens
+    apart, together = (built_in_costs(each, PROMPT).updates["actor"](tokens) for each in (staged, small))
+    assert together <= apart < 2 * together
 
 
 @pytest.mark.parametrize("player", [VirtualRun, OrderedRun])

@@ -3,9 +3,11 @@
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cache, partial
 from itertools import product
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,15 +27,28 @@ from oppo_megatron.sim.clusters.cluster import GPUS, INSIDE, Between, Cluster, p
 from oppo_megatron.sim.runs.virtual import VirtualRun
 from oppo_megatron.sim.search import blocks as blocks_module
 from oppo_megatron.sim.search import playing
-from oppo_megatron.sim.search.blocks import Blocks, Mode, StepRule, Times, arrangements, block_sizes, part_starts, run_sizes
+from oppo_megatron.sim.search.blocks import (
+    TRAINERS,
+    Block,
+    Blocks,
+    Mode,
+    StepRule,
+    Times,
+    arrangements,
+    block_sizes,
+    part_starts,
+    rests,
+    run_sizes,
+)
 from oppo_megatron.sim.search.enumeration import Best, Space, enumerate_plans, held_bytes, lower_bounds
 from oppo_megatron.sim.search.layouts import Option, undominated
-from oppo_megatron.sim.search.planning import Task, find_plans, find_shortage, micro_batches, planned_config
+from oppo_megatron.sim.search.planning import Task, find_plans, find_shortage, micro_batches, planned_config, spaces
 from oppo_megatron.sim.search.playing import Played, play_plans, task_costs
 from tests.unit.test_sim_search_plan import SMALL, tree
 
 ROLES = ("actor", "reference", "critic", "reward")
-TRAINED = ("actor", "critic")
+TRAINED = ("actor", "critic", TRAINERS)
+APART = ("actor", "critic", TRAINERS)
 MODES = st.sampled_from([Mode(False, False), Mode(True, True, 0.25), Mode(True, False, 0.1)])
 
 
@@ -53,10 +68,12 @@ class Drawn:
         return self.all[key]
 
     def _option(self, rng: random.Random, role: str, size: int, number: int) -> Option:
-        trained = role in TRAINED
+        apart = TRAINERS in self.roles
+        serves, trained = role != TRAINERS, role in TRAINED and not (apart and role == "actor")
+        moves = role == "actor" or (trained and serves)
         pp = rng.choice([stages for stages in (1, 2, 4) if size % stages == 0])
         kinds = np.array([[rng.randint(5, 40) for _ in range(pp)] for _ in range(3)], dtype=np.int64)
-        times = Times(rng.randint(1, 60), rng.randint(1, 60) if trained else 0, rng.choice([0, 5]) if trained else 0)
+        times = Times(serves * rng.randint(1, 60), trained * rng.randint(1, 60), moves * rng.choice([0, 5]))
         train = TrainingLayoutConfig(tp=1, pp=pp, dp=size // pp) if trained else None
         return Option(number, Sizes(1, pp, size // pp), train, times, kinds)
 
@@ -73,9 +90,9 @@ def places(nodes: int, gpus: int) -> list[Blocks]:
     return list(arrangements(dict.fromkeys(ROLES, block_sizes(nodes, gpus)), nodes * gpus, gpus))
 
 
-def concrete(nodes: int, gpus: int, count: int) -> Iterator[Blocks]:
+def concrete(nodes: int, gpus: int, count: int, sizes: Iterable[int] = (), ends: Iterable[int] = ()) -> Iterator[Blocks]:
     """Every placement of roles on numbered ranks: equal, apart, or one a part of another that is part of none."""
-    sizes, ends = block_sizes(nodes, gpus), set(run_sizes(nodes, gpus))
+    sizes, ends = sizes or block_sizes(nodes, gpus), set(ends or run_sizes(nodes, gpus))
     every = [(first, size) for size in sizes for first in range(0, nodes * gpus - size + 1)]
     sets = [blocks_module.Block(a, n) for a, n in every if (a % gpus == 0 if n >= gpus else a // gpus == (a + n - 1) // gpus)]
     for blocks in product(sets, repeat=count):
@@ -124,6 +141,48 @@ def held_to_brute_force(prices: Drawn, nodes: int, gpus: int, mode: Mode) -> Non
 @given(st.integers(0, 10**6), MODES, st.sampled_from([(1, 2), (1, 4), (2, 2)]), st.sampled_from([60, 80, 100, 160]))
 def test_exact_is_brute_force(seed: int, mode: Mode, cluster: tuple[int, int], budget: int) -> None:
     held_to_brute_force(Drawn(seed, ROLES[:3], most=5 if cluster == (1, 2) else 2, budget=budget), *cluster, mode)
+
+
+@cache
+def with_trainers(nodes: int, gpus: int, *, alone: bool) -> list[Blocks]:
+    """Every placement of two roles, and of trainers on the ranks left over, or sharing an end with a role or the run."""
+    sizes, found = block_sizes(nodes, gpus), list[Blocks]()
+    for total in run_sizes(nodes, gpus):
+        for held in rests(sizes, total) if alone else {total, *(size for size in sizes if size < total)}:
+            for roles in concrete(nodes, gpus, 2, {held, *rests(sizes, held)} if alone else sizes, [held]):
+                edges = {0, total, *(edge for block in roles for edge in (block.first, block.end))}
+                for first, size in product(range(held + 1), [total - held] if alone else sizes):
+                    last, fits = first + size - 1, max(held, first + size) == total
+                    aligned = first % gpus == 0 if size >= gpus else first // gpus == last // gpus
+                    if fits and edges & {first, first + size} and (first == held or (aligned and not alone)):
+                        found.append((*roles, Block(first, size)))
+    return [blocks for blocks in found if blocks[0] != blocks[-1]]
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(0, 10**6), st.sampled_from([(1, 4), (2, 2)]), st.sampled_from([60, 80, 120]),
+    st.one_of(MODES, st.sampled_from([Mode(True, True, 0.25, Fraction(0)), Mode(True, True, 0.25, Fraction(1, 3), pauses=True)])),
+)  # fmt: skip
+def test_plans_that_train_on_other_ranks_are_those_of_brute_force(
+    seed: int, cluster: tuple[int, int], budget: int, mode: Mode
+) -> None:
+    (nodes, gpus), alone = cluster, mode.waits is not None
+    together, apart = (Drawn(seed, roles, most=2, budget=budget) for roles in (APART[:2], APART))
+    table: Any = SimpleNamespace(least=together.least, front=together.front, roles=together.roles, budget=budget)
+    table.with_trainers = lambda: SimpleNamespace(least=apart.least, front=apart.front, roles=APART, budget=budget)
+    task: Any = SimpleNamespace(
+        cluster=SimpleNamespace(gpus_per_node=gpus), mode=mode, on_cpu=False, accepts=lambda plan: True,
+        table=lambda ranks, tokens: table,
+    )  # fmt: skip
+    found = Best(3)
+    for space in spaces(task, [1], nodes, (1, 3), (1,)):
+        enumerate_plans(space, found)
+    least = [brute_force(apart, with_trainers(nodes, gpus, alone=alone), mode)]
+    least += [] if alone else [brute_force(together, concrete(nodes, gpus, 2), mode)]
+    assert (found.plans[0].step_ns if found.plans else None) == min((ns for ns in least if ns is not None), default=None)
+    for plan in found.plans:
+        assert int(held_bytes(plan.blocks, plan.options).sum(axis=0).max()) == plan.fullest_bytes <= budget
 
 
 @pytest.mark.long

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from oppo_megatron.rundir.directory import write_json
 from oppo_megatron.schedule.weaving.costs import costs_tree
 from oppo_megatron.sim.clusters.cluster import Cluster
 from oppo_megatron.sim.clusters.reading import read_cluster
+from oppo_megatron.sim.search.blocks import TRAINERS
 from oppo_megatron.sim.search.planning import MOST_NODES, Fullest, Shortage, Task, find_plans, find_shortage, layout_problems
 from oppo_megatron.sim.search.playing import Played, play_config, play_plans, task_costs, to_record
 
@@ -67,6 +69,9 @@ def run(args: argparse.Namespace) -> int:
         record = to_record(task, plans, places)
         doing[0] = "playing the configuration's own placement"
         record["as_configured"] = _as_configured(args, task, plans[0])
+        if task.config.overlap.continuous is not None:
+            doing[0] = "searching the best plan of the synchronous loop"
+            record["synchronous"] = _synchronous(task, plans[0])
         costs = costs_tree(task_costs(task, plans[0].config).actions)
     print(*_describe(record), sep="\n")
     args.out.mkdir(parents=True, exist_ok=True)
@@ -84,11 +89,6 @@ def load_task(args: argparse.Namespace) -> Task:
     overrides = [*given, *AUTO, *_unlaid(read_tree(args.config, given))]
     settings = load_settings("train", args.config, overrides, inputs=False)
     assert isinstance(settings, TrainSettings), "`train` was asked for"
-    if settings.overlap.continuous is not None:
-        raise ConfigError(
-            "overlap.continuous is given, but plans are compared for the synchronous loop, and none trains on ranks of its own; "
-            "search with overlap.continuous=null, and compare splits of the ranks with `oppo plan simulate`"
-        )
     config = settings.with_placement(PlacementConfig(mode="single"))
     lengths.check_lengths(config)
 
@@ -142,6 +142,20 @@ def _nothing_fits(task: Task, shortage: Shortage | None) -> str:
     return f"no plan fits {where} (margin {task.margin:g}): the one that lacks least needs {missing}; {nodes}"
 
 
+def _synchronous(task: Task, best: Played) -> str:
+    """Describe the fastest plan without continuous generation, with delta up to the same limit."""
+    other = replace(task, config=task.config.with_values({"overlap.continuous": None}))
+    plans = play_plans(other, find_plans(other)[0], 1)
+    if not plans:
+        return "no plan fits"
+    return f"{_compared(plans[0].step_s, best)} (delta {plans[0].config.overlap.delta.initial})"
+
+
+def _compared(seconds: float, best: Played) -> str:
+    slower = seconds / best.step_s - 1
+    return f"{seconds:.3g} s per step, {abs(slower):.1%} {'more' if slower >= 0 else 'less'} than the first plan"
+
+
 def _as_configured(args: argparse.Namespace, task: Task, best: Played) -> str:
     try:
         settings = load_settings("train", args.config, given_settings(args, task.cluster), inputs=False)
@@ -156,12 +170,7 @@ def _as_configured(args: argparse.Namespace, task: Task, best: Played) -> str:
     fullest, budget = Fullest.of(config, on_cpu=task.on_cpu), task.budget(task.cluster_of(ranks))
     if fullest.held > budget:
         return f"refused, because it needs {fullest.describe(budget)}"
-    seconds = play_config(task, config).total
-    slower = seconds / best.step_s - 1
-    return (
-        f"{seconds:.3g} s per step, {abs(slower):.1%} {'more' if slower >= 0 else 'less'} than the first plan; its fullest rank "
-        f"holds {fullest.held / 1e9:.1f} GB"
-    )
+    return f"{_compared(play_config(task, config).total, best)}; its fullest rank holds {fullest.held / 1e9:.1f} GB"
 
 
 def _describe(record: Mapping[str, Any]) -> list[str]:
@@ -169,12 +178,14 @@ def _describe(record: Mapping[str, Any]) -> list[str]:
     rows = []
     for number, plan in enumerate(plans, start=1):
         actor, slower = plan["roles"]["actor"], plan["step_s"] / first["step_s"] - 1
-        shown = {"actor": _short(actor["layout"]), "trained": _short(actor["training"]), "slower": f"{slower:.1%}"}
+        trained = plan["roles"].get(TRAINERS, actor)["training"]
+        shown = {"actor": _short(actor["layout"]), "trained": _short(trained), "slower": f"{slower:.1%}"}
         rows.append({**plan, "number": number, **shown})
     return [
         f"{cluster['nodes']} x {cluster['gpus_per_node']} {cluster['gpu']}; {work['responses']} responses of "
         f"{work['mean_tokens']:.0f} tokens on average, {work['longest']} at most, to prompts of {work['prompt_tokens']}; "
-        + ("scoring streamed during decoding" if work["overlapped"] else "phases one after the other"),
+        + ("scoring streamed during decoding" if work["overlapped"] else "phases one after the other")
+        + (", which continues during updates" if "synchronous" in record else ""),
         "",
         "seconds per step, predicted:",
         format_table(PLANS, rows),
@@ -187,6 +198,7 @@ def _describe(record: Mapping[str, Any]) -> list[str]:
         f"{record['placements']} placements compared by price, the best played in virtual time; the first has a price of "
         f"{first['price_s']:.3g} s; a margin of {cluster['margin']:.0%} of {cluster['memory_gb']:g} GB stays free",
         f"the configuration with its own placement: {record['as_configured']}",
+        *([f"the best plan of the synchronous loop: {record['synchronous']}"] if "synchronous" in record else []),
         *record["notes"],
         *(f"{name}: {source}" for name, source in record["constants"].items()),
     ]

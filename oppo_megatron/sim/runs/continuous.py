@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import inf
 from typing import Any
 
 import numpy as np
 
-from oppo_megatron.columns import columns_of
+from oppo_megatron.columns import Columns, Held, columns_of
 from oppo_megatron.config.derived import members
 from oppo_megatron.control.chunk_tuner import Occupancy, length_gap
 from oppo_megatron.layout.placements import trains_apart
@@ -68,9 +69,9 @@ class ContinuousRun(VirtualRun):
                 if arrived or not buffer.active or (left is not None and left <= 0):
                     break
             began = float(self.now[source])
-            waiting = [rollout for taken in self.queue if taken.arrives == inf for rollout in taken.batch] if self.stream else []
-            readable = np.concatenate([columns_of(waiting).seq_ids, buffer.worth_reading()])
-            score = [*waiting, *buffer.rollouts] if self.stream else []
+            waiting = [taken.batch for taken in self.queue if taken.arrives == inf] if self.stream else []
+            readable = np.concatenate([*(columns_of(batch).seq_ids for batch in waiting), buffer.worth_reading()])
+            score = _together([*waiting, buffer.rollouts]) if self.stream else []
             yield self._round(step, buffer.active, score, readable, self._occupancy, left)
             arrived = first is not None and self.lag is None and first.arrives <= began
         first = self.queue.popleft()
@@ -84,17 +85,21 @@ class ContinuousRun(VirtualRun):
 
     def _train(self, taken: _Taken) -> None:
         """Begin the update once the scores are there; trainers are idle then."""
-        tokens, begins = sum(rollout.num_response_tokens for rollout in taken.batch), float(self.now.max())
+        tokens, begins = int(columns_of(taken.batch).response_tokens.sum()), float(self.now.max())
         taken.update_s = self.costs.update_s("actor", tokens) + self._apart_critic_s(tokens)
         taken.arrives = begins + taken.update_s + (self.costs.moves.get("actor", 0.0) if self.staged else 0.0)
 
     def _install(self, step: int, taken: _Taken) -> None:
+        """Go on when all ranks agree on the success of the updates; the critic is updated now."""
         holds, source, buffer = self.units.holds("actor"), self.units.source, self.scheduler.buffer
-        moved_s = self.costs.moves.get("actor", 0.0)
-        waited_s = max(0.0, taken.arrives - float(self.now[source]))
-        ends = np.maximum(self.now, taken.arrives) + (0.0 if self.staged else moved_s)
+        moved_s, tokens = self.costs.moves.get("actor", 0.0), int(columns_of(taken.batch).response_tokens.sum())
+        critic_s = self.costs.moves.get("critic", 0.0) + self.costs.update_s("critic", tokens)
+        if not self.units.holds("critic").any():  # it has none, or one whose ranks only train
+            critic_s = 0.0
+        agreed = max(taken.arrives, float((self.now + self.units.holds("critic") * critic_s).max()))
+        waited_s, ends = agreed - float(self.now[source]), np.full(len(self.units), agreed + (0.0 if self.staged else moved_s))
         self._trace(step, "actor", "wait_update", self.now, np.where(holds, ends, self.now))
-        self.now = np.where(holds, ends, self.now)
+        self.now = ends
         self.installs.append((step, buffer.clock))
         trained, carried = map(members(self.config).to_train, (taken.batch, buffer.rollouts))
         deferrals, gap = np.array([rollout.deferrals for rollout in trained], dtype=np.int64), length_gap(trained, carried)
@@ -108,7 +113,7 @@ class ContinuousRun(VirtualRun):
         paused_s = 0.0 if self.staged else moved_s
         parts = Parts(times.decode_s, 0.0, 0.0, 0.0, paused_s, step_s - times.decode_s - paused_s)
         line = self._line(end, delta, None, step_s, 0.0) | {
-            "train_s": taken.update_s, "reallocate_s": moved_s, "critic_update_s": 0.0, "queued_batches": len(self.queue),
+            "train_s": taken.update_s, "reallocate_s": moved_s, "critic_update_s": critic_s, "queued_batches": len(self.queue),
             "install_lag": buffer.clock - taken.clock,
             "idle_s": {"actor": waited_s, "scorer": times.scorer_idle_s, "trainer": max(0.0, step_s - taken.update_s)},
         }  # fmt: skip
@@ -116,10 +121,16 @@ class ContinuousRun(VirtualRun):
         self._ended.append(
             VirtualStep(
                 step, times.begun, step_s, parts, taken.occupancy.num_steps, end.clock, end.delta, end.chunk_tokens,
-                rows.seq_ids, rows.response_tokens, deferrals, times.tokens, waited_s, 0.0, 0.0, line,
+                rows.seq_ids, rows.response_tokens, deferrals, times.tokens, np.inf, 0.0, 0.0, line,
             )
         )  # fmt: skip
         self._retire(step, taken.batch)
+
+
+def _together(parts: Sequence[Sequence[Rollout]]) -> Held:
+    """Join rollouts with their columns, which the buffer knows and a list would count again."""
+    columns = Columns(*map(np.concatenate, zip(*map(columns_of, parts), strict=True)))
+    return Held(chain(*parts), {}, lambda: columns)
 
 
 def run_of(*args: Any, **options: Any) -> VirtualRun:

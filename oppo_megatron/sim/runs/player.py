@@ -251,6 +251,11 @@ class Units:
     def holds(self, role: str) -> Bools:
         return self.roles[role] if role in self.roles else np.zeros(len(self), dtype=np.bool_)
 
+    def of_ranks(self, ranks: Iterable[int]) -> Bools:
+        """Units with any of `ranks`, [U]."""
+        found: Bools = np.isin(self.kinds, [self.kind_of[rank] for rank in ranks if rank in self.kind_of])
+        return found
+
     @classmethod
     def of(cls, site: Site, *, single: bool = False) -> Units:
         """`single`: each rank is a unit."""

@@ -153,8 +153,12 @@ def _with_assumed_updates(costs: StepCosts, config: TrainConfig, prompt_tokens: 
     def seconds(role: str, tokens: int) -> float:
         each = (batch * prompt_tokens + tokens) / batch * minibatch_rows(config) / training[role].dp
         count = max(1, ceil(each / config.runtime.micro_batch_tokens))
-        stages = [at_stage(costs.actions.prefill_of(role), stage) for stage in range(serving[role].pp)]
-        own = [count * line.fixed_s + each * line.per_token_s for line in stages]
+        lines = [at_stage(costs.actions.prefill_of(role), stage) for stage in range(serving[role].pp)]
+        if training[role].layout != serving[role].layout:  # products divided evenly over the stages and tensor ranks that train
+            pp, tp = training[role].pp, training[role].tp / serving[role].tp
+            fixed_s, per_token_s = sum(line.fixed_s for line in lines), sum(line.per_token_s for line in lines)
+            lines = [Linear(fixed_s / pp, per_token_s / pp / tp)] * pp
+        own = [count * line.fixed_s + each * line.per_token_s for line in lines]
         return FORWARDS * ppo.epochs * ppo.minibatches * (max(own) + (sum(own) - max(own)) / count)
 
     updates = {role: line_through(most // 2, seconds(role, most // 2), most, seconds(role, most)) for role in config.trained}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from oppo_megatron.records import Decision, Rollout, StepSignals
 from oppo_megatron.rundir.directory import RunDirectory, write_json
 from oppo_megatron.rundir.metrics_log import MetricsLog, read_metrics, summarise
 from oppo_megatron.rundir.trace import Span, SpanRecorder, merge_traces
+from oppo_megatron.schedule.links import moving
 from oppo_megatron.schedule.plan import new_planner, plan_step, round_generator, scoring_delay
 from oppo_megatron.schedule.rounds import Site
 from oppo_megatron.schedule.weaving.costs import Linear
@@ -117,7 +118,11 @@ class VirtualRun(PureLoop):
         self.now: Floats = np.zeros(len(self.units))
         self.plan, self._last_update_s = plan_step(config), 0.0  # of the critic
         self._shares = bool((self.units.holds("actor") & self.units.holds("critic")).any())
-        self._replicas_trained = training_placements(config)["actor"].dp
+        serving, training = self.site.placements["actor"], training_placements(config)["actor"]
+        self._replicas_trained = training.dp
+        self.trains = self.units.of_ranks(training.ranks)
+        if moving(serving, training):  # ranks agree on the success of all updates
+            self.plan = replace(self.plan, wait_for_critic=True)
         self._times = _Times(0.0, 0.0)
         self._ended: list[VirtualStep] = []
         self.traced_steps, self.spans = traced_steps, list[Span]()
@@ -173,9 +178,10 @@ class VirtualRun(PureLoop):
 
     def _cost(self, end: StepEnd) -> StepCost:
         times, ahead_s, holds = self._times, self._ahead_s(end), self.units.holds("actor")
-        arrived = self.now + ahead_s * holds
-        times.met = float(arrived.max())
-        times.wait_s = times.met - float(arrived[self.units.source])
+        arrived = self.now + ahead_s * self.trains
+        begun_s = float(self.now[self.units.source]) + ahead_s  # on ranks that only train
+        times.met = max(float(arrived.max()), begun_s)
+        times.wait_s = times.met - begun_s
         if self._last_update_s and not (self.plan.wait_for_critic or self._shares):
             times.critic_delay_s = min(times.wait_s, scoring_delay(self._last_update_s, times.work, times.arrivals))
         met = np.full(len(self.units), times.met)
@@ -211,16 +217,18 @@ class VirtualRun(PureLoop):
         apart_s = self._apart_critic_s(tokens)
         moved_s = self.costs.moves.get("actor", 0.0) if self.trains_actor(end.step) else 0.0
         met, own_critic = np.full(len(units), times.met), self.costs.moves.get("critic", 0.0) + critic_s
-        updated = met + units.holds("actor") * (actor_s + apart_s - self._ahead_s(end) + moved_s)
-        ends = updated + units.holds("critic") * own_critic
-        self._trace(end.step, "actor", "update", met, updated)
+        busy_s = actor_s + apart_s - self._ahead_s(end) + moved_s
+        updated = met + (units.holds("actor") | self.trains) * busy_s
+        ends = np.maximum(updated, met + self.trains * busy_s + units.holds("critic") * own_critic)
+        self._trace(end.step, "actor", "update", met, np.where(self.trains, updated, met))
+        self._trace(end.step, "actor", "wait_update", met, np.where(self.trains, met, updated))
         self._trace(end.step, "critic", "update", updated, ends)
         waited_s = float(ends.max() - ends[source]) if self.plan.wait_for_critic else 0.0
         times.lag_s = float(ends.max() - ends[source]) - waited_s
         self.now = (np.full(len(units), ends.max()) if self.plan.wait_for_critic else ends) + self.costs.step_s
         self._last_update_s = 0.0 if apart_s else own_critic
         step_s = float(self.now[source]) - times.begun
-        own_critic_s = own_critic if units.holds("critic")[source] else apart_s
+        own_critic_s = float(ends[source] - updated[source]) + apart_s
         scored_s = times.own_score_s + times.wait_s - times.critic_delay_s
         decode_s = times.decode_s - (times.own_score_s - times.own_drain_s)
         spent = decode_s, scored_s, actor_s, times.critic_delay_s + waited_s + own_critic_s, moved_s

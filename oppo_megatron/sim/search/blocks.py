@@ -6,8 +6,9 @@ further.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property, reduce
 from itertools import islice, permutations, product
 from math import ceil
@@ -21,6 +22,7 @@ FEW_NODES = 2
 """Up to this number, roles may have parts of a node, at several places."""
 MANY_NODES = 32
 """Above it, blocks are powers of two of nodes, or the rest of all."""
+TRAINERS = "actor, trained"
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,38 @@ def arrangements(sizes_of: Mapping[str, Sequence[int]], num_ranks: int, gpus_per
                 for blocks in placed if every else islice(placed, 1):
                     block_of = {role: blocks[number] for number, group in enumerate(groups) for role in group}
                     yield tuple(block_of[role] for role in roles)
+
+
+def rests(sizes: Iterable[int], total: int) -> tuple[int, ...]:
+    """Ascending: the sizes below `total`, and the ranks that each leaves of it."""
+    return tuple(sorted({part for size in sizes if size < total for part in (size, total - size)}))
+
+
+@dataclass(frozen=True)
+class Trainers:
+    """Blocks of ranks that train. `alone`: only those that no role has."""
+
+    sizes: tuple[int, ...]
+    gpus_per_node: int
+    alone: bool
+
+    def of(self, place: Blocks) -> Iterator[Block]:
+        """Yield blocks that share an end with a role's or the run's, leave no rank before the last block of `place` without a
+        role, and are not the actor's.
+        """
+        *roles, beyond = place
+        total, held = beyond.first, max(block.end for block in roles)
+        edges = {0, total, *(edge for block in roles for edge in (block.first, block.end))}
+        for size in self.sizes:
+            for first in sorted({edge - size for edge in edges} | edges):
+                block, own = Block(first, size), first == held
+                covers = 0 <= first <= held and (first + size == total or first + size <= held == total)
+                if covers and block != roles[0] and (own or (not self.alone and self._aligned(block))):
+                    yield block
+
+    def _aligned(self, block: Block) -> bool:
+        nodes = block.first // self.gpus_per_node, (block.end - 1) // self.gpus_per_node
+        return block.first % self.gpus_per_node == 0 if block.size >= self.gpus_per_node else nodes[0] == nodes[1]
 
 
 def part_starts(whole: Block, size: int, gpus_per_node: int) -> Iterator[int]:
@@ -189,16 +223,25 @@ class Times(NamedTuple):
 
 @dataclass(frozen=True)
 class Mode:
-    """`streams`: scoring overlaps decoding, except its `last_share`; `hides_critic`: the critic's update overlaps, too."""
+    """`streams`: scoring overlaps decoding, except its `last_share`; `hides_critic`: the critic's update overlaps, too.
+
+    `waits`: with continuous generation, the share of decoding that waits for the weights of the batch before; `pauses`: decoding
+    pauses for their way.
+    """
 
     streams: bool
     hides_critic: bool
     last_share: float = 1.0
+    waits: Fraction | None = None
+    pauses: bool = False
 
 
 @dataclass(frozen=True)
 class StepRule:
-    """Time of a step from its roles' phases (the actor first); it never falls if a phase takes longer."""
+    """Time of a step from its roles' phases (the actor first); it never falls if a phase takes longer.
+
+    With TRAINERS, a step ends only after all updates, whose success all ranks agree on.
+    """
 
     roles: tuple[str, ...]
     blocks: Blocks
@@ -206,16 +249,28 @@ class StepRule:
 
     def step_ns(self, times: Sequence[Times]) -> Any:
         actor, mode = times[0], self.mode
-        if not mode.streams:
+        if not mode.streams and (mode.waits is None or len(self._scorers)):
             return actor.serving + self._scoring_ns(times, 1.0) + self._updates_ns(times)
-        after = actor.update + actor.weights if mode.hides_critic else self._updates_ns(times)
+        if mode.waits is not None:
+            return self._beside_ns(times, mode.waits)
+        hidden = mode.hides_critic and not self._apart
+        after = actor.update + actor.weights if hidden else self._updates_ns(times)
         path = actor.serving + self._scoring_ns(times, mode.last_share) + after
         return _largest(path, *(sum(times[other].total for other in others) for others in self._over))
+
+    def _beside_ns(self, times: Sequence[Times], waits: Fraction) -> Any:
+        """Time between two installations: decoding, or training and the weights' way, while which all but a share is decoded."""
+        weights, served = times[0].weights, [sum(times[other].serving for other in others) for others in self._over[:-1]]
+        critic = sum(times[role].update + times[role].weights for role in self._scorers)
+        decoding, last = _largest(*served), self._scoring_ns(times, self.mode.last_share) if waits else 0
+        training = times[-1].update + weights + last
+        waited = decoding * waits.numerator // waits.denominator
+        return critic + _largest(decoding + (weights if self.mode.pauses else 0), waited + training)
 
     def _scoring_ns(self, times: Sequence[Times], share: float) -> Any:
         """Time until all roles have scored; each starts after the earlier ones that share ranks with it."""
         ends: list[Any] = []
-        for role in range(1, len(times)):
+        for role in self._scorers:
             start, serving = (
                 _largest(0, *(ends[other - 1] for other in self._overlaps[role] if 0 < other < role)),
                 times[role].serving,
@@ -227,11 +282,21 @@ class StepRule:
         return _largest(0, *ends)
 
     def _updates_ns(self, times: Sequence[Times]) -> Any:
-        alone = times[0].update + times[0].weights
+        trainers = len(self.blocks) - 1 if self._apart else 0
+        alone = times[trainers].update + times[0].weights
         others = [
-            each.update + each.weights + (alone if role in self._overlaps[0] else 0) for role, each in enumerate(times) if role
+            times[role].update + times[role].weights + (alone if role in self._overlaps[trainers] else 0)
+            for role in self._scorers
         ]
         return _largest(alone, *others)
+
+    @property
+    def _apart(self) -> bool:
+        return self.roles[-1] == TRAINERS
+
+    @property
+    def _scorers(self) -> range:
+        return range(1, len(self.roles) - self._apart)
 
     @cached_property
     def _overlaps(self) -> tuple[frozenset[int], ...]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from math import lcm
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from oppo_megatron.sim.search.blocks import Blocks, Mode, StepRule, Times
+from oppo_megatron.sim.search.blocks import TRAINERS, Blocks, Mode, StepRule, Times, Trainers
 from oppo_megatron.sim.search.layouts import Bytes, Option, PriceTable
 
 ROWS_AT_ONCE = 64
@@ -30,7 +30,12 @@ class Plan:
     @property
     def key(self) -> object:
         actor = self.options[0]
-        return self.blocks[0], actor.serving, actor.training and actor.training[:3]
+        return key_of(self.blocks, actor, actor if actor.train else self.options[-1])
+
+
+def key_of(blocks: Blocks, actor: Option, trained: Option) -> object:
+    """Plans of equal keys differ in scorers, recomputation, micro-batches, and in which other ranks, of equal number, train."""
+    return blocks[0], len(blocks), actor.serving, trained.serving.num_ranks, trained.training and trained.training[:3]
 
 
 class Best:
@@ -51,13 +56,23 @@ class Best:
 
 @dataclass(frozen=True)
 class Space:
+    """`trainers`: the last blocks of places, beyond all others and of the fastest update, stand for all of theirs."""
+
     prices: PriceTable
     places: Sequence[Blocks]
     mode: Mode
     budget: int
     accepts: Callable[[Plan], bool] = lambda plan: True
     micro_batch_tokens: int = 0
+    trainers: Trainers | None = None
     _layouts: dict[tuple[str, int], _Layouts] = field(default_factory=dict)
+
+    def closed(self, numbers: Iterable[int]) -> Space:
+        """Return places, by number, with every block of trainers."""
+        if self.trainers is None:
+            return replace(self, places=[self.places[number] for number in numbers])
+        places = [(*place[:-1], block) for place in map(self.places.__getitem__, numbers) for block in self.trainers.of(place)]
+        return replace(self, places=places, trainers=None)
 
     def layouts(self, blocks: Blocks) -> list[_Layouts]:
         found = []
@@ -73,7 +88,6 @@ class _Layouts:
 
     def __init__(self, options: Sequence[Option]):
         self.options = options
-        self.keys = [(option.serving, option.training and option.training[:3]) for option in options]
         if options:
             columns = zip(*(option.times for option in options), strict=True)
             self.times = Times(*(np.array(column, dtype=np.int64) for column in columns))
@@ -89,6 +103,9 @@ def enumerate_plans(space: Space, best: Best, *, any_plan: bool = False) -> None
         return
     bounds = lower_bounds(space)
     near = np.flatnonzero(bounds < best.limit())
+    if space.trainers is not None:
+        enumerate_plans(space.closed(near.tolist()), best, any_plan=any_plan)
+        return
     for number in near[np.argsort(bounds[near], kind="stable")].tolist():
         if bounds[number] >= best.limit() or (any_plan and best.plans):
             return
@@ -126,7 +143,8 @@ class _Chooser:
         self.space, self.blocks, self.layouts, self.best = space, blocks, layouts, best
         roles = space.prices.roles
         self.rule = StepRule(roles, blocks, space.mode)
-        self.order = sorted(range(len(roles)), key=lambda role: (role != 0, roles[role] != "critic", role))
+        self.keyed = roles.index(TRAINERS) if TRAINERS in roles else 0
+        self.order = sorted(range(len(roles)), key=lambda role: (role != 0, role != self.keyed, roles[role] != "critic", role))
         edges = {
             block.first + piece * block.size // own.pieces
             for block, own in zip(blocks, layouts, strict=True)
@@ -161,7 +179,7 @@ class _Chooser:
         rows = rows[np.argsort(bounds[rows], kind="stable")]
         for row, now in self._fitting(role, rows, held, self.open[depth + 1]):
             option, bound_ns = layouts.options[row], int(bounds[row])
-            own = (self.blocks[0], *layouts.keys[row]) if role == 0 else key
+            own = key_of(self.blocks, chosen[0] if role else option, option) if role == self.keyed else key
             if bound_ns >= self.best.limit(own):
                 continue
             chosen[role] = option

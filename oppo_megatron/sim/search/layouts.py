@@ -29,7 +29,7 @@ from oppo_megatron.sim.pricing.prices import StepWork, Weights, inference_s, rea
 from oppo_megatron.sim.runs.loop import Recorded
 from oppo_megatron.sim.runs.step_costs import StepCosts
 from oppo_megatron.sim.runs.virtual import VirtualRun
-from oppo_megatron.sim.search.blocks import Times, nanoseconds
+from oppo_megatron.sim.search.blocks import TRAINERS, Times, nanoseconds
 
 RESPONSES, STEPS, MOST_STEPS = 2048, 4, 48
 """Steady steps observed: enough for these responses, within both limits."""
@@ -97,6 +97,7 @@ class _Observed(VirtualRun):
 MOST_STAGES = 8
 VIRTUAL = (1, 2, 4)
 """Virtual stages per rank that are tried."""
+NOTHING: list[Any] = [(None, 0)]
 RECOMPUTED: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 
 Bytes = npt.NDArray[np.int64]
@@ -150,25 +151,29 @@ def _row(option: Option, pieces: int) -> Bytes:
 
 @dataclass(frozen=True)
 class PriceTable:
-    """Layouts, priced once by role and number of ranks."""
+    """Layouts, priced once by role and number of ranks. `apart`: the actor trains on other ranks, as a role TRAINERS."""
 
     config: TrainConfig
     cluster: Cluster
     decoding: Decoding
     steady: Steady
     budget: int
+    apart: bool = False
     _fronts: dict[tuple[str, int], list[Option]] = field(default_factory=dict)
     _prices: dict[tuple[str, int], tuple[list[Any], list[Any]]] = field(default_factory=dict)
-    _moves: dict[tuple[str, Sizes, Sizes], int] = field(default_factory=dict)
+    _moves: dict[tuple[str, Sizes, Sizes | None], int] = field(default_factory=dict)
     _decoded: dict[Sizes, float] = field(default_factory=dict)
 
     def with_config(self, config: TrainConfig) -> PriceTable:
         """Use other micro-batches, on which decoding and moves do not depend."""
         return replace(self, config=config, _fronts={}, _prices={})
 
+    def with_trainers(self) -> PriceTable:
+        return replace(self, apart=True, _fronts={})
+
     @cached_property
     def roles(self) -> tuple[str, ...]:
-        return tuple(self._settings)
+        return (*self._settings, TRAINERS) if self.apart else tuple(self._settings)
 
     @cached_property
     def _settings(self) -> Mapping[str, RoleConfig]:
@@ -185,26 +190,27 @@ class PriceTable:
         return self._fronts[key]
 
     def least(self, role: str, size: int) -> Times | None:
-        servings, trainings = self._priced(role, size)
-        if not servings or (self._is_trained(role) and not trainings):
+        servings, trainings = self._choices(role, size)
+        if not servings or not trainings:
             return None
-        updates = [update_ns for _, update_ns in trainings]
-        return Times(min(serving_ns for _, serving_ns in servings), min(updates, default=0))
+        return Times(min(serving_ns for _, serving_ns in servings), min(update_ns for _, update_ns in trainings))
 
     def options(self, role: str, size: int) -> Iterator[Option]:
         """Yield every layout that the checks admit, without its move of weights."""
-        servings, trainings = self._priced(role, size)
-        if not self._is_trained(role):
-            for number, (serving, serving_ns) in enumerate(servings):
-                yield Option(number, serving, None, Times(serving_ns), _bytes(self._served(role, serving, serving)))
-            return
         known: dict[Any, Bytes] = {}
-        pairs = product(servings, trainings)
+        pairs = product(*self._choices(role, size))
         for number, ((serving, serving_ns), (train, update_ns)) in enumerate(pairs):
+            times = Times(serving_ns, update_ns)
+            if train is None:
+                yield Option(number, serving, None, times, _bytes(self._served(role, serving, serving)))
+                continue
+            if serving is None:
+                sizes = _training_sizes(train)
+                yield Option(number, sizes, train, times, _bytes(self._trained("actor", sizes, train)))
+                continue
             common = lcm(serving.tp, train.tp or 1)
             if all(fills_shards(self._shapes[role]["vocab_size"], tp, common) for tp in (serving.tp, train.tp or 1)):
-                memory = self._trained_bytes(role, serving, train, known)
-                yield Option(number, serving, train, Times(serving_ns, update_ns), memory)
+                yield Option(number, serving, train, times, self._trained_bytes(role, serving, train, known))
 
     def _trained_bytes(self, role: str, serving: Sizes, train: TrainingLayoutConfig, known: dict[Any, Bytes]) -> Bytes:
         """`known`: bytes by layout and padded vocabulary, which both layouts' tensor ranks divide."""
@@ -222,14 +228,24 @@ class PriceTable:
         return _together(known[serves], known[trains])
 
     def _served(self, role: str, serving: Sizes, training: Sizes) -> tuple[Memory, ...]:
-        placed = _over(serving)
+        placed, continuous = _over(serving), self.config.overlap.continuous
         model = laid_out(self.config, role, placed, _over(training))
-        return served_stages(self.config, role, placed, model, on_cpu=self.cluster.gpu.on_cpu)
+        stages = served_stages(self.config, role, placed, model, on_cpu=self.cluster.gpu.on_cpu)
+        if role == "actor" and self.apart and continuous is not None and continuous.install == "staged":
+            return tuple(replace(each, copy=each.weights) for each in stages)
+        return stages
 
     def _trained(self, role: str, serving: Sizes, train: TrainingLayoutConfig) -> tuple[Memory, ...]:
         placed = _over(_training_sizes(train))
         model = laid_out(self.config, role, _over(serving), placed)
         return trained_stages(self.config, placed, model, train, on_cpu=self.cluster.gpu.on_cpu)
+
+    def _choices(self, role: str, size: int) -> tuple[list[Any], list[Any]]:
+        """Layouts and nanoseconds of serving and of training, None if the role does not serve or train."""
+        servings, trainings = self._priced("actor" if role == TRAINERS else role, size)
+        if self.apart:
+            return NOTHING if role == TRAINERS else servings, NOTHING if role == "actor" else trainings
+        return servings, trainings
 
     def _priced(self, role: str, size: int) -> tuple[list[Any], list[Any]]:
         key = (role, size)
@@ -238,9 +254,10 @@ class PriceTable:
             limits = replace(model_limits(shape), sequences=most_sequences(self.config) // members(self.config).size)
             tried = [sizes for sizes in layouts_of(size, limits) if self._is_tried(sizes)]
             fitting = [sizes for sizes in tried if not serving_problems(self.config, role, _over(sizes), shape)]
-            trains = self._trainings(role, size, settings.train) if isinstance(settings, TrainedRoleConfig) else ()
-            servings, updates = [(sizes, self._serving_ns(role, sizes)) for sizes in fitting], []
-            for train in trains:
+            servings, updates = [(sizes, self._serving_ns(role, sizes)) for sizes in fitting], list[Any]()
+            if not isinstance(settings, TrainedRoleConfig):
+                updates = NOTHING
+            for train in self._trainings(role, size, settings.train) if isinstance(settings, TrainedRoleConfig) else ():
                 sizes = _training_sizes(train)
                 model = trained_model(self._model(role, sizes), _over(sizes), train)
                 update = StepWork(self.config, self.decoding).update(model, train)
@@ -257,21 +274,24 @@ class PriceTable:
             yield from ((sizes, None, time_ns, self._served(role, sizes, sizes)) for sizes, time_ns in servings)
             return
         for train, time_ns in trainings:
-            sizes = _training_sizes(train)
-            yield sizes, train, time_ns, self._trained(role, sizes, train)
-
-    def _is_trained(self, role: str) -> bool:
-        return isinstance(self._settings[role], TrainedRoleConfig)
+            if train is not None:
+                sizes = _training_sizes(train)
+                yield sizes, train, time_ns, self._trained(role, sizes, train)
 
     def _weigh(self, role: str, option: Option) -> Option:
-        if option.train is None or option.training is None:
+        serving, vpp = _over(option.serving), 1
+        if self.apart and role == "actor":  # from whole replicas, on as many ranks
+            count = option.serving.num_ranks
+            training = RolePlacement(tuple(range(count, 2 * count)), dp=count)
+        elif role == TRAINERS or option.train is None or option.training is None:
             return option
-        serving, training = _over(option.serving), _over(option.training)
-        if not has_own_training_weights(serving, training, option.train.vpp):
+        else:
+            training, vpp = _over(option.training), option.train.vpp
+        if not has_own_training_weights(serving, training, vpp):
             return option
         key = (role, option.serving, option.training)
         if key not in self._moves:
-            source, target = Weights(training, option.train.vpp), Weights(serving)
+            source, target = Weights(training, vpp), Weights(serving)
             scalar = role in SCALAR_ROLES
             self._moves[key] = nanoseconds(reallocation_s(self.cluster, self._shapes[role], source, target, scalar=scalar))
         return replace(option, times=option.times._replace(weights=self._moves[key]))

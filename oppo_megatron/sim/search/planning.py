@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from functools import cached_property
 from typing import Any
 
@@ -16,7 +17,18 @@ from oppo_megatron.layout.shape import model_limits
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.sim.clusters.cluster import Between, Cluster, Gpu, assumed, threaded
 from oppo_megatron.sim.pricing.model import Decoding
-from oppo_megatron.sim.search.blocks import MANY_NODES, Block, Mode, arrangements, block_sizes, run_sizes
+from oppo_megatron.sim.search.blocks import (
+    MANY_NODES,
+    TRAINERS,
+    Block,
+    Blocks,
+    Mode,
+    Trainers,
+    arrangements,
+    block_sizes,
+    rests,
+    run_sizes,
+)
 from oppo_megatron.sim.search.enumeration import Best, Plan, Space, enumerate_plans, held_bytes
 from oppo_megatron.sim.search.layouts import Option, PriceTable, Steady, steady_work
 
@@ -37,10 +49,12 @@ Place = tuple[Block, Sizes]
 def planned_config(config: TrainConfig, plan: Plan) -> TrainConfig:
     """A configuration with as few settings as possible."""
     roles = named_roles(config)
-    blocks, options = dict(zip(roles, plan.blocks, strict=True)), dict(zip(roles, plan.options, strict=True))
+    names = (*roles, TRAINERS)[: len(plan.blocks)]
+    blocks, options = dict(zip(names, plan.blocks, strict=True)), dict(zip(names, plan.options, strict=True))
     places = {name: (blocks[name], options[name].serving) for name in roles}
-    placement, pools = _placement(places)
+    placement, pools = _placement(places, max(block.end for block in plan.blocks))
     tree = config.model_dump() | {"placement": placement}
+    trainers = options.pop(TRAINERS, None)
     for name, option in options.items():
         (block, sizes), pool = places[name], pools[name]
         own: dict[str, Any] = {"ranks": None, "parallel": None}
@@ -52,17 +66,19 @@ def planned_config(config: TrainConfig, plan: Plan) -> TrainConfig:
         if option.train is not None and option.training is not None:
             same = option.training[:3] == option.serving[:3]
             tree[name]["train"] = option.train.model_dump() | (dict.fromkeys(("tp", "pp", "dp")) if same else {})
+    if trainers is not None and trainers.train is not None:
+        tree["actor"]["train"] = trainers.train.model_dump() | {"ranks": format_ranks(blocks[TRAINERS].ranks)}
     if plan.micro_batch_tokens:
         tree["runtime"]["micro_batch_tokens"] = plan.micro_batch_tokens
-    if not any(blocks["actor"].overlaps(block) for name, block in blocks.items() if name != "actor"):
+    if not any(blocks["actor"].overlaps(blocks[name]) for name in roles if name != "actor"):
         tree["overlap"] |= {"schedule": "auto"} if tree["overlap"]["schedule"] == "woven" else {}
     return TrainConfig.model_validate(tree)
 
 
-def _placement(places: Mapping[str, Place]) -> tuple[dict[str, Any], Mapping[str, Place]]:
+def _placement(places: Mapping[str, Place], num_ranks: int) -> tuple[dict[str, Any], Mapping[str, Place]]:
     """Return `placement`, and the ranks and layout that it gives each role."""
     actor, own = places["actor"]
-    if max(block.end for block, _ in places.values()) == 1:
+    if num_ranks == 1:
         return {"mode": "single"}, places
     pool, others = (Block(0, actor.size), own), {name: place for name, place in places.items() if name != "actor"}
     with_actor = {name for name in ("reference",) if name in others and others[name][0] == actor}
@@ -116,8 +132,12 @@ class Task:
     @cached_property
     def mode(self) -> Mode:
         overlap = self.config.overlap
-        share = min(1.0, overlap.chunk_tokens / max(self.steady.decoding.lengths))
-        return Mode(overlap.intra, overlap.intra and "critic" not in overlap.without, share)
+        longest, rules = max(self.steady.decoding.lengths), overlap.continuous
+        share, hides = min(1.0, overlap.chunk_tokens / longest), overlap.intra and "critic" not in overlap.without
+        if rules is None:
+            return Mode(overlap.intra, hides, share)
+        lag = longest if rules.lag_steps == "asap" else min(rules.lag_steps, longest)
+        return Mode(overlap.intra, hides, share, Fraction(longest - lag, longest), rules.install == "pause")
 
     @property
     def on_cpu(self) -> bool:
@@ -130,11 +150,14 @@ class Task:
         return int(cluster.gpu.memory_bytes * (1 - self.margin))
 
     def accepts(self, plan: Plan) -> bool:
-        """Also check memory if the reference may share the actor's weights: the search counts none of its own."""
+        """Also check memory that the search has not counted to the byte: the reference may share the actor's weights, and a
+        vocabulary is filled up for the tensor ranks of decoding and training, which are chosen apart.
+        """
         config = planned_config(self.config, plan)
         if self.check(config):
             return False
-        if self.config.actor.lora is None or self.config.reference is not None:
+        apart = config.actor.train.ranks is not None
+        if not apart and (self.config.actor.lora is None or self.config.reference is not None):
             return True
         return Fullest.of(config, on_cpu=self.on_cpu).held <= self.budget(self.cluster_of(world_size(config)))
 
@@ -166,19 +189,35 @@ def multiples_of(config: TrainConfig, nodes: int) -> list[tuple[list[int], list[
 
 
 def spaces(task: Task, sizes: Sequence[int], nodes: int, blocks_by: Sequence[int], runs_by: Sequence[int]) -> Iterator[Space]:
-    """Yield plans on `nodes` to search, by micro-batch size and on CPUs also number of ranks."""
-    per_node = task.cluster.gpus_per_node
+    """Yield plans on `nodes` to search, on CPUs by number of ranks, and by micro-batch size: last those that train elsewhere.
+
+    With continuous generation the trainers have all ranks that no role has; numbers of ranks are then also what others leave.
+    """
+    per_node, beside = task.cluster.gpus_per_node, task.mode.waits is not None
     every, blocks_of = run_sizes(nodes, per_node, runs_by), block_sizes(nodes, per_node, blocks_by)
     groups: list[Sequence[int]] = [[total] for total in every] if task.on_cpu else [every]
-    places = []
     for totals in groups:
-        table = task.table(max(totals), sizes[0])
-        admitted = {role: [size for size in blocks_of if table.least(role, size)] for role in table.roles}
-        places.append([blocks for total in totals for blocks in arrangements(admitted, total, per_node)])
-    for tokens in sizes:
-        for totals, own in zip(groups, places, strict=True):
-            table = task.table(max(totals), tokens)
-            yield Space(table, own, task.mode, table.budget, task.accepts, tokens)
+        table, rows = task.table(max(totals), sizes[0]).with_trainers(), dict[int, list[Blocks]]()
+        counts = {total: rests(blocks_of, total) if beside else {total, *blocks_of} for total in totals}
+        held = [(total, count) for total in totals for count in sorted(counts[total]) if count <= total]
+        for _, count in held:
+            if count not in rows:
+                tried = sorted({count, *rests(blocks_of, count)}) if beside else blocks_of
+                admitted = {role: [size for size in tried if table.least(role, size)] for role in table.roles[:-1]}
+                rows[count] = list(arrangements(admitted, count, per_node))
+        if not beside:
+            together = [blocks for total in totals for blocks in rows[total]]
+            for tokens in sizes:
+                table = task.table(max(totals), tokens)
+                yield Space(table, together, task.mode, table.budget, task.accepts, tokens)
+        for tokens in sizes:
+            table = task.table(max(totals), tokens).with_trainers()
+            tried = sorted({size for total in totals for size in counts[total]})
+            updates = {size: times.update for size in tried if (times := table.least(TRAINERS, size))}
+            if updates:
+                fastest, trainers = min(updates, key=lambda size: updates[size]), Trainers(tuple(updates), per_node, beside)
+                apart = [(*blocks, Block(total, fastest)) for total, count in held for blocks in rows[count]]
+                yield Space(table, apart, task.mode, table.budget, task.accepts, tokens, trainers)
 
 
 def find_plans(task: Task, keep: int = FINALISTS) -> tuple[list[Plan], int]:
@@ -247,12 +286,18 @@ def find_shortage(task: Task) -> Shortage | None:
     """Count missing memory with the smallest micro-batches; None if no layout passes the checks."""
     least, plans = [min(micro_batches(task.config))], list[tuple[int, Plan, int]]()
     for space in spaces(task, least, task.cluster.nodes, *multiples_of(task.config, task.cluster.nodes)[-1]):
-        table, smallest = space.prices, dict[tuple[str, int], Option]()
-        for blocks in space.places:
+        if space.trainers is not None and not space.trainers.alone:
+            continue  # far more places, which lack no less
+        table, smallest = space.prices, dict[tuple[str, int], Option | None]()
+        for blocks in space.closed(range(len(space.places))).places:
             for key in zip(table.roles, (block.size for block in blocks), strict=True):
                 if key not in smallest:
-                    smallest[key] = min(table.options(*key), key=lambda o: (o.memory.sum(axis=0).max(), o.number))
-            options = tuple(smallest[role, block.size] for role, block in zip(table.roles, blocks, strict=True))
+                    every = sorted(table.options(*key), key=lambda o: (o.memory.sum(axis=0).max(), o.number))
+                    smallest[key] = every[0] if every else None
+            found = [smallest[role, block.size] for role, block in zip(table.roles, blocks, strict=True)]
+            options = tuple(each for each in found if each is not None)
+            if len(options) < len(found):
+                continue
             fullest = int(held_bytes(blocks, options).sum(axis=0).max())
             plans.append((fullest - space.budget, Plan(blocks, options, 0, fullest, least[0]), space.budget))
     for _, plan, budget in sorted(plans, key=lambda each: each[0]):

@@ -15,8 +15,10 @@ from oppo_megatron.layout.role_memory import laid_out, rank_memory, sequences_an
 from oppo_megatron.schedule.weaving.costs import Linear
 from oppo_megatron.sim.laws import RATIO_NODES, RINGS
 from oppo_megatron.sim.pricing.prices import Prices
+from oppo_megatron.sim.runs.continuous import run_of
 from oppo_megatron.sim.runs.step_costs import StepCosts, cluster_costs, not_counted
-from oppo_megatron.sim.runs.virtual import Parts, VirtualRun, VirtualStep
+from oppo_megatron.sim.runs.virtual import Parts, VirtualStep
+from oppo_megatron.sim.search.blocks import TRAINERS
 from oppo_megatron.sim.search.enumeration import Plan
 from oppo_megatron.sim.search.planning import Task, planned_config
 
@@ -98,7 +100,7 @@ def counted_steps(task: Task, config: TrainConfig, steps: int) -> list[VirtualSt
     """Steps after the responses that began together have ended."""
     longest = max(task.lengths) if config.overlap.inter else 0
     fixed = config.with_values({CHUNK: config.overlap.chunk_tokens})  # so that a few steps represent many
-    run = VirtualRun(fixed, task_costs(task, config), task.limit_of, prompt_tokens=task.prompt_tokens, endless=True)
+    run = run_of(fixed, task_costs(task, config), task.limit_of, prompt_tokens=task.prompt_tokens, endless=True)
     found = list[VirtualStep]()
     for step in run.steps(WARM_UP + longest + steps):
         if step.step > WARM_UP and step.clock > longest:
@@ -191,13 +193,13 @@ def to_record(task: Task, plans: Sequence[Played], places: int) -> Record:
         "reason": _reason(plans),
         "plans": [_plan(task, each) for each in plans],
         "constants": constants,
-        "notes": [*beyond_fits(task, plans[0].config), *not_counted(task.config)],
+        "notes": [*beyond_fits(task, plans[0].config), *not_counted(plans[0].config)],
     }  # fmt: skip
 
 
 def _plan(task: Task, each: Played) -> Record:
     config, blocks, options = each.config, each.plan.blocks, each.plan.options
-    roles, groups = tuple(named_roles(config)), dict[Any, list[str]]()
+    roles, groups = (*named_roles(config), TRAINERS)[: len(blocks)], dict[Any, list[str]]()
     for role, block in zip(roles, blocks, strict=True):
         groups.setdefault((block.first, block.size), []).append(role)
     return {
@@ -214,11 +216,13 @@ def _plan(task: Task, each: Played) -> Record:
         "free_gb": (task.cluster_of(world_size(config)).gpu.memory_bytes - each.fullest_bytes) / 1e9,
         "roles": {
             role: {
-                "ranks": format_ranks(block.ranks), "layout": str(option.serving), "serving_s": option.times.serving / 1e9,
+                "ranks": format_ranks(block.ranks),
+                **({} if role == TRAINERS else {"layout": str(option.serving), "serving_s": option.times.serving / 1e9}),
                 **({} if option.train is None else {
                     "training": str(option.training), "recompute": option.train.recompute,
-                    "update_s": option.times.update / 1e9, "weights_s": option.times.weights / 1e9,
+                    "update_s": option.times.update / 1e9,
                 }),
+                **({"weights_s": option.times.weights / 1e9} if role in ("actor", "critic") else {}),
             }
             for role, block, option in zip(roles, blocks, options, strict=True)
         },
