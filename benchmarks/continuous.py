@@ -19,6 +19,7 @@ from typing import Any
 
 from benchmarks.common import add_out, run_script, whole_numbers, write_figures
 from oppo_megatron.bench.suite import BenchError
+from oppo_megatron.cli.load import load_train
 from oppo_megatron.cli.main import main as oppo
 from oppo_megatron.rundir.directory import RunDirectory
 from oppo_megatron.rundir.metrics_log import read_metrics
@@ -30,7 +31,7 @@ COLUMNS = ("lengths", "split", "step_s", "gain", "idle", "bound", "pause_s", "cl
 def played(args: argparse.Namespace, lengths: str, name: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
     """Return the settled steps of a simulated run, which is made unless it is there."""
     path, _, column = lengths.partition(":")
-    run = RunDirectory(args.out / f"{Path(path).stem}-{name}")
+    run = RunDirectory(args.out / f"{Path(path).name}-{name}")
     if not run.summary.is_file():
         given = (
             ["--trace", path, *(["--trace-column", column] if column else [])] if Path(path).is_file() else ["--lognormal", path]
@@ -53,8 +54,15 @@ def split_of(args: argparse.Namespace, ratio: str) -> tuple[int, int]:
     return args.ranks * int(decoding) // parts, args.ranks * int(training) // parts
 
 
+def fixed(delta: int) -> str:
+    return f"overlap.delta={{rule: fixed, initial: {delta}, max: {delta}}}"
+
+
 def apart(args: argparse.Namespace, decoding: int, install: str) -> list[str]:
+    config = load_train(Path(args.config), args.overrides, inputs=False)
+    ahead = args.staleness * config.rollout.batch_size // config.rollout.group_size
     return [
+        fixed(ahead),
         f"placement={{mode: colocated, actor: {{dp: {decoding}}}}}",
         f"actor.train={{ranks: {decoding}-{args.ranks - 1}, tp: {args.train_tp}}}",
         f"overlap.continuous={{install: {install}}}", f"overlap.max_staleness={args.staleness}",
@@ -63,8 +71,7 @@ def apart(args: argparse.Namespace, decoding: int, install: str) -> list[str]:
 
 def rows(args: argparse.Namespace, lengths: str) -> list[dict[str, Any]]:
     together = [f"placement={{mode: colocated, actor: {{dp: {args.ranks}}}}}"]
-    fixed = {delta: f"overlap.delta={{rule: fixed, initial: {delta}, max: {delta}}}" for delta in args.deltas}
-    runs = {delta: seconds(played(args, lengths, f"delta-{delta}", [*together, given])) for delta, given in fixed.items()}
+    runs = {delta: seconds(played(args, lengths, f"delta-{delta}", [*together, fixed(delta)])) for delta in args.deltas}
     best = min(runs, key=runs.__getitem__)
     found = [{"lengths": lengths, "split": f"together, delta {best}", "step_s": runs[best], "gain": 1.0}]
     for ratio in args.splits:
