@@ -149,7 +149,7 @@ CRITIC_APART = {
 
 
 @pytest.mark.parametrize("rules", [None, {"lag_steps": 7}], ids=["in turns", "lag 7"])
-@pytest.mark.parametrize("name", CRITIC_APART)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if "dp2" in name else name for name in CRITIC_APART])
 def test_a_critic_may_be_on_ranks_that_only_train(workspace: Workspace, name: str, rules: Any) -> None:
     """It values whole responses there, and is the critic of one process."""
     placement, train, critic = CRITIC_APART[name]
