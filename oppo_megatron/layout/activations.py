@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from oppo_megatron.config.model import LoraConfig, TrainingLayoutConfig
 from oppo_megatron.layout.layouts import Sizes, vocab_rows
 from oppo_megatron.layout.memory import FP32
-from oppo_megatron.layout.shape import DTYPE_BYTES, Shape, head_dim, num_kv_heads
+from oppo_megatron.layout.shape import DTYPE_BYTES, Shape, has_head_norms, head_dim, num_kv_heads
 
 MASK_NUMBERS = 2**25
 """Most elements of an attention mask on a GPU (`mcore/kv/cached_plan.py`)."""
@@ -88,7 +88,7 @@ class Model:
         shard, targets = self.shard(train), set(_ALL) if self.lora is None else set(self.lora.projections)
         attention = shard * bool(targets & _ATTENTION) + self.query * ("o_proj" in targets)
         outside = 2 * shard + shard * bool(targets & _GATES) + 2 * self.ffn + self.ffn * ("down_proj" in targets)
-        if self.shape["model_type"] == "qwen3":
+        if has_head_norms(self.shape):
             outside += self.query + 2 * self.key + (0 if num_kv_heads(self.shape) == self.tp else self.query)
         if self.lora is not None:
             outside += self.lora.rank * len(targets)
@@ -192,7 +192,7 @@ def _in_layers(model: Model, call: Call) -> float:
     own, down, joined = (model.hidden * (3 if name in adapted else 1) for name in ("", "down_proj", "o_proj"))
     feed_forward = call.tokens * max(own + gates * model.ffn, down + 3 * model.ffn) * width
     leaving = call.tokens * (product + model.query + joined) * width
-    if model.shape["model_type"] == "qwen3":  # product, normed queries and keys, and all concatenated
+    if has_head_norms(model.shape):  # product, normed queries and keys, and all concatenated
         leaving = max(leaving, call.tokens * (2 * product + model.query + model.key) * width)
     return float(call.tokens * 2 * model.hidden * width + max(kept + max(attention, leaving, feed_forward), fresh))
 

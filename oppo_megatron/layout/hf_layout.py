@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.experts import DOWN, GATE_UP, Region, size_apart, tensors_apart
 from oppo_megatron.layout.shape import ROWS_OF_SUMS, ModelShape, projections
 
 Head = Literal["lm", "scalar"]
@@ -61,7 +62,9 @@ def stage_parts(shape: ModelShape, head: Head, *, tp_size: int = 1, pp_rank: int
     sizes = [
         ("num_attention_heads", shape.num_heads, "tp", tp_size),
         ("num_key_value_heads", shape.num_kv_heads, "tp", tp_size),
-        ("intermediate_size", shape.ffn_size, "tp", tp_size),
+        ("intermediate_size", shape.ffn_size, "tp", tp_size)
+        if shape.experts is None
+        else ("number of experts", shape.experts.count, "tp", tp_size),
         ("num_hidden_layers", shape.num_layers, "pp", pp_size),
     ]
     problems = [
@@ -141,9 +144,17 @@ def _layer_parts(shape: ModelShape, tp_size: int, hf: str, ours: str) -> list[Pa
         parts += [
             _part(f"{hf_attention}{x}_norm.weight", (head_dim,), None, f"{attention}{x}_layernorm.weight", tp_size) for x in "qk"
         ]
+    parts.append(_part(f"{hf}post_attention_layernorm.weight", (hidden,), None, f"{ours}pre_mlp_layernorm.weight", tp_size))
+    if (experts := shape.experts) is not None:
+        gate_up, down = (experts.count, 2 * experts.ffn_size, hidden), (experts.count, hidden, experts.ffn_size)
+        return [
+            *parts,
+            _part(f"{hf}mlp.gate.weight", (experts.count, hidden), None, f"{ours}mlp.router", tp_size),
+            _part(f"{hf}{GATE_UP}", gate_up, 0, f"{ours}mlp.gate_up", tp_size),
+            _part(f"{hf}{DOWN}", down, 0, f"{ours}mlp.down", tp_size),
+        ]
     return [
         *parts,
-        _part(f"{hf}post_attention_layernorm.weight", (hidden,), None, f"{ours}pre_mlp_layernorm.weight", tp_size),
         Part(f"{hf}mlp.gate_proj.weight", (ffn, hidden), 0, fc1, (slice(0, gate),)),
         Part(f"{hf}mlp.up_proj.weight", (ffn, hidden), 0, fc1, (slice(gate, 2 * gate),)),
         _part(f"{hf}mlp.down_proj.weight", (hidden, ffn), 1, f"{ours}mlp.linear_fc2.weight", tp_size),
@@ -190,7 +201,7 @@ def adapter_parts(
     parts = []
     for layer in range(per_stage):
         for product in PRODUCTS:
-            for target in (target for target in product.targets if target in lora.projections):
+            for target in (target for target in product.targets if target in sizes and target in lora.projections):
                 hf = f"{PEFT}model.layers.{pp_rank * per_stage + layer}.{product.hf_owner}.{target}."
                 ours = f"decoder.layers.{layer}.{product.owner}.{product.linear}_lora.{target}."
                 outputs, inputs = sizes[target]
@@ -234,7 +245,11 @@ class Tensor(NamedTuple):
 
 def weight_problems(shape: ModelShape, head: Head, stored: Mapping[str, Tensor], equal: Callable[[str, str], bool]) -> list[str]:
     """A sentence per missing, misshapen or unexpected tensor. `equal` compares content; the rest needs headers only."""
-    expected = hf_tensors(shape, head)
+    expected = {
+        part: size_apart(size, region)
+        for name, size in hf_tensors(shape, head).items()
+        for part, region in _as_stored(shape, name, size, stored).items()
+    }
     if head == "lm" and SCALAR_HEAD in stored:
         return [f"{SCALAR_HEAD} makes this a *ForSequenceClassification. An actor or reference needs a *ForCausalLM."]
     problems = [problem for name, size in expected.items() for problem in _misfit(name, size, stored)]
@@ -250,6 +265,11 @@ def weight_problems(shape: ModelShape, head: Head, stored: Mapping[str, Tensor],
             remedy = next(remedy for pattern, remedy in UNKNOWN.items() if re.search(pattern, name))
             problems.append(f"{name} has no place in the model of config.json. {remedy}")
     return problems
+
+
+def _as_stored(shape: ModelShape, name: str, size: tuple[int, ...], stored: Mapping[str, Tensor]) -> dict[str, Region]:
+    parts = tensors_apart(shape.family, name, size)
+    return parts if name not in stored and not stored.keys().isdisjoint(parts) else {name: ()}
 
 
 def adapter_problems(shape: ModelShape, lora: LoraConfig, head: Head, stored: Mapping[str, Tensor]) -> list[str]:

@@ -9,8 +9,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from oppo_megatron.config.model import KVLayout, LoraConfig, TrainingLayoutConfig
+from oppo_megatron.layout.experts import experts_of
 from oppo_megatron.layout.layouts import HasSizes, vocab_rows
-from oppo_megatron.layout.shape import DTYPE_BYTES, ROWS_OF_SUMS, Shape, head_dim, kv_bytes_per_token, layer_weights, projections
+from oppo_megatron.layout.shape import (
+    DTYPE_BYTES,
+    ROWS_OF_SUMS,
+    Shape,
+    has_head_norms,
+    head_dim,
+    kv_bytes_per_token,
+    layer_linears,
+    layer_weights,
+    projections,
+)
 
 FP32 = 4
 BLOCK_TOKENS = 256
@@ -60,8 +71,10 @@ def stage_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool
     if shape["model_type"] == "qwen2":
         sizes = projections(shape)
         layer += sum(sizes[name][0] for name in ("q_proj", "k_proj", "v_proj")) // tp  # biases
-    if shape["model_type"] == "qwen3":
+    if has_head_norms(shape):
         layer += 2 * head_dim(shape)  # norms of queries and keys
+    if (experts := experts_of(shape)) is not None:
+        layer += experts.count * hidden  # the router
     count = shape["num_hidden_layers"] // pp * layer
     if stage == 0:
         count += embedding
@@ -83,7 +96,10 @@ def adapter_parameters(shape: Shape, tp: int, pp: int, lora: LoraConfig) -> int:
 def packed_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool) -> int:
     """Parameters in products, including the vocabulary's, tied or not."""
     head = vocab_rows(shape["vocab_size"], tp) * shape["hidden_size"] if stage == pp - 1 and not scalar else 0
-    return int(shape["num_hidden_layers"] // pp * (layer_weights(shape) // tp) + head)
+    layer = (
+        layer_weights(shape) if experts_of(shape) is None else sum(each.size for each in layer_linears(shape)[:2])
+    )  # experts are not packed
+    return int(shape["num_hidden_layers"] // pp * (layer // tp) + head)
 
 
 def training_state(num_parameters: int, dtype: str, dp: int) -> Memory:

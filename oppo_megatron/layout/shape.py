@@ -10,11 +10,14 @@ from typing import Any
 
 from oppo_megatron.config.model import HEADS_LEARNED
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.layout.experts import EXPERTS, Experts, experts_of, faults_of_experts, ffn_width
 from oppo_megatron.layout.layouts import HasSizes, Limits, Sizes, divisors, fills_shards, suggestion, vocab_rows
 
 Shape = Mapping[str, Any]
 """A `config.json`."""
-FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+FAMILIES = {
+    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe",
+}  # fmt: skip
 REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 POSITIVE = ("rms_norm_eps", "initializer_range")
@@ -28,7 +31,10 @@ ROPE_KINDS = {
 OPTIONAL_ROPE = ("factor", "original_max_position_embeddings")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MOST_POSITIONS = 2**62  # bounds an absurd factor
-DEFAULT_POSITIONS = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
+DEFAULT_POSITIONS = {
+    "llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768, "mixtral": 131072, "qwen3_moe": 32768,
+}  # fmt: skip
+DEFAULT_KV_HEADS = {"mistral": 8, "mixtral": 8, "qwen3_moe": 4}
 DEFAULT_WINDOW = 4096
 ROWS_OF_SUMS = ("o_proj", "down_proj")
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -71,12 +77,12 @@ def check_divisions(name: str, shape: Shape, sizes: Sizes, num_ranks: int, limit
     problems = []
     tp, pp, _, vpp = sizes
     heads, kv_heads, layers = shape["num_attention_heads"], num_kv_heads(shape), shape["num_hidden_layers"]
-    ffn, vocab = shape["intermediate_size"], shape["vocab_size"]
+    vocab, (ffn_name, ffn) = shape["vocab_size"], _divided_ffn(shape)
     widths = ", ".join(map(str, divisors(limits.width)))
     for count, what in (
         (heads, f"{heads} attention heads do"),
         (kv_heads, f"{kv_heads} key/value heads do"),
-        (ffn, f"intermediate_size {ffn} does"),
+        (ffn, f"{ffn_name} {ffn} does"),
     ):
         if count % tp:
             problems.append(f"{name}: {what} not divide by tp {tp}; choose tp from {widths}")
@@ -94,8 +100,14 @@ def check_divisions(name: str, shape: Shape, sizes: Sizes, num_ranks: int, limit
 
 
 def model_limits(shape: Shape, sequences: int | None = None, min_tp: int = 1) -> Limits:
-    width = math.gcd(shape["num_attention_heads"], num_kv_heads(shape), shape["intermediate_size"])
+    width = math.gcd(shape["num_attention_heads"], num_kv_heads(shape), _divided_ffn(shape)[1])
     return Limits(width, shape["num_hidden_layers"], sequences, min_tp, shape["vocab_size"])
+
+
+def _divided_ffn(shape: Shape) -> tuple[str, int]:
+    """Name and size that tensor ranks divide: experts, whole, or the width of the one feed-forward."""
+    experts = experts_of(shape)
+    return ("intermediate_size", shape["intermediate_size"]) if experts is None else ("number of experts", experts.count)
 
 
 def check_model(name: str, shape: Shape) -> list[str]:
@@ -123,7 +135,9 @@ def check_model(name: str, shape: Shape) -> list[str]:
         value = shape.get(key, 1.0)
         if not _is_positive(value):
             numbers.append(_wrong(name, key, value, "be a positive number"))
-    return problems + (numbers or _check_windows(name, shape)) + _check_rope(name, shape)
+    if not numbers:
+        numbers = [_wrong(name, *fault) for fault in faults_of_experts(shape)] + _check_windows(name, shape)
+    return problems + numbers + _check_rope(name, shape)
 
 
 def _architecture(shape: Shape) -> str:
@@ -169,25 +183,31 @@ def head_dim(shape: Shape) -> int:
 
 
 def num_kv_heads(shape: Shape) -> int:
-    """All heads by default, 8 for Mistral."""
-    default = 8 if shape["model_type"] == "mistral" else None
+    """All heads by default in most families."""
+    default = DEFAULT_KV_HEADS.get(shape["model_type"])
     return int(shape.get("num_key_value_heads", default) or shape["num_attention_heads"])
 
 
 def projections(shape: Shape) -> dict[str, tuple[int, int]]:
-    """(outputs, inputs) of a layer's products. Tensor ranks divide inputs of `ROWS_OF_SUMS`, outputs of the others."""
+    """(outputs, inputs) of a layer's products without experts. Tensor ranks divide inputs of `ROWS_OF_SUMS`, else outputs."""
     hidden, ffn, dim = shape["hidden_size"], shape["intermediate_size"], head_dim(shape)
     queries, keys = shape["num_attention_heads"] * dim, num_kv_heads(shape) * dim
-    return {
-        "q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden), "o_proj": (hidden, queries),
-        "gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn),
-    }  # fmt: skip
+    attention = {"q_proj": (queries, hidden), "k_proj": (keys, hidden), "v_proj": (keys, hidden), "o_proj": (hidden, queries)}
+    if shape["model_type"] in EXPERTS:
+        return attention
+    return attention | {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
+
+
+def has_head_norms(shape: Shape) -> bool:
+    return shape["model_type"] in ("qwen3", "qwen3_moe")
 
 
 def windows(shape: Shape) -> list[int | None]:
     """Tokens each layer attends to, own included; None: all before."""
     layers, window = shape["num_hidden_layers"], shape.get("sliding_window", DEFAULT_WINDOW)
-    if shape["model_type"] == "mistral":
+    if shape["model_type"] == "mixtral":
+        return [shape.get("sliding_window")] * layers
+    if shape["model_type"] == "mistral" or (shape["model_type"] == "qwen3_moe" and shape.get("use_sliding_window")):
         return [window] * layers
     if not shape.get("use_sliding_window"):
         return [None] * layers
@@ -207,14 +227,14 @@ def _check_windows(name: str, shape: Shape) -> list[str]:
     if family == "llama":
         return []
     problems = []
-    if family == "mistral" or shape.get("use_sliding_window"):
+    if family in ("mistral", "mixtral") or shape.get("use_sliding_window"):
         window, first = shape.get("sliding_window"), shape.get("max_window_layers", 0)
         if not (window is None or (type(window) is int and window > 0)):
             problems.append(_wrong(name, "sliding_window", window, "be a positive integer or null"))
         if type(first) is not int or first < 0:
             problems.append(_wrong(name, "max_window_layers", first, "be an integer of at least 0"))
     kinds, layers = shape.get("layer_types"), shape["num_hidden_layers"]
-    if family == "mistral" or kinds is None:
+    if family == "mistral" or family in EXPERTS or kinds is None:
         return problems
     if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in LAYER_TYPES for kind in kinds):
         rule = f"name one of {', '.join(LAYER_TYPES)} for each of its {layers} layers"
@@ -272,6 +292,7 @@ class ModelShape:
     tied_embeddings: bool
     rope: Mapping[str, Any]
     windows: tuple[int | None, ...]
+    experts: Experts | None = None
     vocab_multiple: int = 1
     hf: Mapping[str, Any] = field(repr=False, compare=False, default_factory=dict)
 
@@ -282,13 +303,14 @@ class ModelShape:
             raise CheckpointError("\n".join(problems))
         family = hf["model_type"]
         rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-        rope.setdefault("rope_theta", hf.get("rope_theta", 10000.0))
+        rope.setdefault("rope_theta", hf.get("rope_theta", 1e6 if family == "mixtral" else 10000.0))
         rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
         return cls(
             family=str(family),
             num_layers=int(hf["num_hidden_layers"]),
             hidden_size=int(hf["hidden_size"]),
             ffn_size=int(hf["intermediate_size"]),
+            experts=experts_of(hf),
             num_heads=int(hf["num_attention_heads"]),
             num_kv_heads=num_kv_heads(hf),
             head_dim=head_dim(hf),
@@ -297,7 +319,7 @@ class ModelShape:
             norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
             init_std=float(hf.get("initializer_range", 0.02)),
             qkv_bias=family == "qwen2",
-            qk_norm=family == "qwen3",
+            qk_norm=has_head_norms(hf),
             tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
             rope=rope,
             windows=tuple(windows(hf)),
@@ -321,8 +343,8 @@ class Linear:
 
 
 def layer_linears(shape: Shape) -> list[Linear]:
-    """A layer's products: qkv, output, gate with up, down."""
-    hidden, ffn, dim = shape["hidden_size"], shape["intermediate_size"], head_dim(shape)
+    """A layer's products: qkv, output, gate with up, down; experts as one feed-forward."""
+    hidden, ffn, dim = shape["hidden_size"], ffn_width(shape), head_dim(shape)
     query, keys = shape["num_attention_heads"] * dim, num_kv_heads(shape) * dim
     return [Linear(query + 2 * keys, hidden), Linear(hidden, query), Linear(2 * ffn, hidden), Linear(hidden, ffn)]
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oppo_megatron.mcore.cpu import product
+from oppo_megatron.mcore.experts import ExpertMLP
 from oppo_megatron.mcore.kv.cached_plan import CachedPlan
 from oppo_megatron.mcore.layers import Norm, fixed_norm
 from oppo_megatron.mcore.lora import Adapters, adapters_of
@@ -40,7 +41,7 @@ class FusedStage:
     def __call__(self, x_TH: Tensor, plan: CachedPlan) -> Tensor:
         for number, layer in enumerate(self.layers):
             x_TH = x_TH + self._reduced(layer.attend(x_TH, plan, number))
-            x_TH = x_TH + self._reduced(layer.transform(x_TH))
+            x_TH = x_TH + self._reduced(layer.transform(layer.mlp_norm(x_TH)))
         return x_TH if self.final_norm is None else self.final_norm(x_TH)
 
     def _reduced(self, x_TH: Tensor) -> Tensor:
@@ -63,8 +64,10 @@ class _FusedLayer:
             self.head_norms = fixed_norm(query.weight, query.eps), fixed_norm(key.weight, key.eps)
         self.proj = product(attention.linear_proj.weight, packed=packed)
         self.mlp_norm = fixed_norm(layer.pre_mlp_layernorm.weight, layer.pre_mlp_layernorm.eps)
-        self.gate_up = product(mlp.linear_fc1.weight, packed=packed)
-        self.down = product(mlp.linear_fc2.weight, packed=packed)
+        self.experts = mlp if isinstance(mlp, ExpertMLP) else None
+        if self.experts is None:
+            self.gate_up = product(mlp.linear_fc1.weight, packed=packed)
+            self.down = product(mlp.linear_fc2.weight, packed=packed)
         groups, dim = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
         self.shape_GXD = groups, attention.num_attention_heads_per_partition // groups + 2, dim
         self.window = attention.window
@@ -73,8 +76,9 @@ class _FusedLayer:
         attention, mlp, new = layer.self_attention, layer.mlp, copy.copy(self)
         new.qkv = _with(self.qkv, adapters_of(attention, "linear_qkv"))
         new.proj = _with(self.proj, adapters_of(attention, "linear_proj"))
-        new.gate_up = _with(self.gate_up, adapters_of(mlp, "linear_fc1"))
-        new.down = _with(self.down, adapters_of(mlp, "linear_fc2"))
+        if self.experts is None:
+            new.gate_up = _with(self.gate_up, adapters_of(mlp, "linear_fc1"))
+            new.down = _with(self.down, adapters_of(mlp, "linear_fc2"))
         return new
 
     def attend(self, x_TH: Tensor, plan: CachedPlan, number: int) -> Tensor:
@@ -87,7 +91,9 @@ class _FusedLayer:
         return self.proj(plan.attend_grouped(number, qkv_TGXD, self.window))
 
     def transform(self, x_TH: Tensor) -> Tensor:
-        gate, up = self.gate_up(self.mlp_norm(x_TH)).chunk(2, dim=-1)
+        if self.experts is not None:
+            return self.experts.part(x_TH)
+        gate, up = self.gate_up(x_TH).chunk(2, dim=-1)
         return self.down(F.silu(gate).mul_(up))
 
 

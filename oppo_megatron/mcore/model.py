@@ -28,6 +28,7 @@ from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore import compat
 from oppo_megatron.mcore.attention import AttentionPlan, PackedPlan, binding, rope_tables
 from oppo_megatron.mcore.cpu import can_prepack, product
+from oppo_megatron.mcore.experts import with_experts
 from oppo_megatron.mcore.fused import FusedStage
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.kv.cached_plan import CachedPlan
@@ -51,9 +52,10 @@ class RoleModel(GPTModel):
         num_chunks = config.virtual_pipeline_model_parallel_size
         num_stages, stage = groups.pp * (num_chunks or 1), chunk * groups.pp + groups.pp_rank
         first, last = stage == 0, stage == num_stages - 1
+        block = block_spec(config, shape.num_layers // num_stages, layers)
         super().__init__(
             config=config,
-            transformer_layer_spec=block_spec(config, shape.num_layers // num_stages, layers),
+            transformer_layer_spec=block if shape.experts is None else with_experts(block, shape.experts),
             vocab_size=shape.vocab_rows(groups.tp) * groups.tp,
             max_sequence_length=max_length,
             pre_process=first,

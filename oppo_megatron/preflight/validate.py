@@ -23,7 +23,7 @@ from oppo_megatron.errors import CheckpointError, DataError
 from oppo_megatron.layout.checks import check_auto_placement, check_layouts, check_supervised_layout
 from oppo_megatron.layout.hf_layout import SCALAR_HEAD, Head, Tensor, adapter_problems, weight_problems
 from oppo_megatron.layout.placements import named_roles
-from oppo_megatron.layout.shape import ModelShape, check_head, check_model, check_use, is_classifier
+from oppo_megatron.layout.shape import ModelShape, check_head, check_model, check_use, is_classifier, projections
 from oppo_megatron.modeldir.adapters import ADAPTER_WEIGHTS
 from oppo_megatron.modeldir.headers import (
     Stored,
@@ -156,6 +156,12 @@ def _check_role(role: Role, context: int, vocab_size: int | None, problems: list
         return None
     problems += check_use(role.name, hf_config, context, vocab_size)
     known = len(problems)
+    lora = role.model.lora if isinstance(role.model, LearningModelConfig) else None
+    if lora is not None and not check_model(role.name, hf_config) and set(lora.projections) - projections(hf_config).keys():
+        problems.append(
+            f"{role.name}.lora.targets: {', '.join(lora.projections)}, but experts take no adapters; set it to some of "
+            f"{', '.join(projections(hf_config))}"
+        )
     if role.model.checkpoint is not None:
         if find_megatron(role.model.checkpoint) is None:  # only the tensors of a Megatron checkpoint show its head
             problems += check_head(role.name, hf_config, scalar=role.scalar)

@@ -9,12 +9,15 @@ from tests.gloo.models import LLAMA3, save_small
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Folder of each model: Qwen2 (biases), Qwen3 (q/k norms), Llama (scaled rotations), Mistral (a window), and scalar heads."""
+    """Folder of each model: biases (Qwen2), q/k norms (Qwen3), scaled rotations (Llama), windows, experts, scalar heads."""
     root: Path = tmp_path_factory.mktemp("models")
     save_small(root / "qwen2", "qwen2", tie_word_embeddings=True)
     save_small(root / "qwen3", "qwen3")
     save_small(root / "llama", "llama", rope_parameters=LLAMA3)
     save_small(root / "mistral", "mistral", sliding_window=5, seed=1)
+    save_small(root / "mixtral", "mixtral", sliding_window=5)
+    save_small(root / "qwen3-moe", "qwen3_moe")
+    save_small(root / "qwen3-moe-scalar", "qwen3_moe", "scalar")
     save_small(root / "qwen2-scalar", "qwen2", "scalar")
     save_small(root / "qwen3-scalar", "qwen3", "scalar", seed=1)
     return {path.name: str(path) for path in root.iterdir()}

@@ -180,6 +180,19 @@ def test_steps_equal_plain_torch(models: dict[str, str], case: Case, tmp_path: P
 
 
 @pytest.mark.parametrize(
+    "case", [
+        Case(1, 1, 1), Case(2, 2, 1, SEQUENCE | FULL), Case(2, 1, 2),
+        *[pytest.param(case, marks=pytest.mark.long) for case in (Case(1, 1, 4), Case(2, 1, 1), Case(2, 1, 2, SEQUENCE))],
+    ], ids=case_id,
+)  # fmt: skip
+def test_steps_with_experts_equal_plain_torch(models: dict[str, str], case: Case, tmp_path: Path) -> None:
+    names = ("mixtral", "qwen3-moe", "qwen3-moe-scalar")
+    answers = run_case({name: models[name] for name in names}, case, tmp_path)
+    for name in names:
+        check(answers, name, reference(models[name], SETTINGS.clip_grad), tmp_path, case.tp * case.dp, rel=3e-5)
+
+
+@pytest.mark.parametrize(
     "case", [pytest.param(Case(4, 1, 1), marks=pytest.mark.long), Case(2, 2, 1, SEQUENCE), Case(2, 1, 2)], ids=case_id
 )
 def test_rows_that_belong_to_no_token_change_nothing(tmp_path: Path, case: Case) -> None:

@@ -19,6 +19,8 @@ SCALED = {"linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}), "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}), "qwen3": ("qwen3", {}),
     "llama-mha": ("llama", {"num_key_value_heads": 8}),
+    "mixtral": ("mixtral", {"sliding_window": 8}), "qwen3-moe": ("qwen3_moe", {}),
+    "qwen3-moe-unnormalised": ("qwen3_moe", {"norm_topk_prob": False, "use_sliding_window": True, "sliding_window": 8}),
     **{f"llama-{kind}": ("llama", {"rope_parameters": rope}) for kind, rope in SCALED.items()},
 }  # fmt: skip
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
@@ -58,7 +60,7 @@ def test_logits_equal_transformers(tmp_path: Path, model: str) -> None:
 
 
 @pytest.mark.parametrize("tp,pp", LAYOUTS[1:])
-@pytest.mark.parametrize("model", ["qwen2", "qwen2-tied", "qwen3", "llama-llama3"])
+@pytest.mark.parametrize("model", ["qwen2", "qwen2-tied", "qwen3", "llama-llama3", "mixtral", "qwen3-moe"])
 def test_logits_equal_transformers_on_every_layout(tmp_path: Path, model: str, tp: int, pp: int) -> None:
     family, changes = MODELS[model]
     compare(tmp_path, save_tiny(tmp_path, family, **changes), "lm", tp, pp)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from oppo_megatron.clock import ByTime
@@ -26,6 +26,7 @@ MODELS = {
     "qwen2": ("qwen2", "lm", {}), "qwen2-tied": ("qwen2", "lm", {"tie_word_embeddings": True}), "llama": ("llama", "lm", {}),
     "qwen3": ("qwen3", "lm", {}), "qwen2-reward": ("qwen2", "scalar", {"tie_word_embeddings": True}),
     "llama-reward": ("llama", "scalar", {}), "mistral": ("mistral", "lm", {"sliding_window": 3}),
+    "mixtral": ("mixtral", "lm", {}), "qwen3-moe-reward": ("qwen3_moe", "scalar", {}),
     "mistral-reward": ("mistral", "scalar", {"sliding_window": None}),
 }  # fmt: skip
 ODD = {
@@ -80,6 +81,24 @@ def test_convert_keeps_every_bit_and_the_tokenizer(tmp_path: Path, name: str, ca
     assert_same_tensors(src, dst)
     assert [path.name for path in dst.glob("*.safetensors")] == ["model.safetensors"]
     assert (dst / "tokenizer.json").read_text() == "{}" and torch.equal(outputs(src, head), outputs(dst, head))
+
+
+def test_experts_in_one_tensor_are_read_and_written_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers 5 reads both forms, older programs only a tensor per expert."""
+    model = save_tiny(tmp_path / "apart", "mixtral")
+    model.save_pretrained(tmp_path / "joined", save_original_format=False)
+    assert any(name.endswith("experts.gate_up_proj") for name in tensors_of(tmp_path / "joined"))
+    assert convert(tmp_path / "joined", tmp_path / "back", "--check") == 0 and "in transformers: 0" in capsys.readouterr().out
+    assert_same_tensors(tmp_path / "apart", tmp_path / "back")
+    tensors = tensors_of(tmp_path / "apart")
+    lost = "model.layers.1.block_sparse_moe.experts.3.w3.weight"
+    wrong = tensors.pop(lost)
+    save_file(tensors, tmp_path / "apart/model.safetensors", metadata={"format": "pt"})
+    assert convert(tmp_path / "apart", tmp_path / "none") == 2
+    assert f"{lost} is missing" in (said := capsys.readouterr().err) and len(said.splitlines()) < 4
+    save_file(tensors | {lost: wrong[1:]}, tmp_path / "apart/model.safetensors", metadata={"format": "pt"})
+    assert convert(tmp_path / "apart", tmp_path / "none") == 2
+    assert f"{lost} has shape [47, 32], config.json asks for [48, 32]" in capsys.readouterr().err
 
 
 def test_convert_changes_the_dtype_and_the_check_sees_it(tmp_path: Path) -> None:

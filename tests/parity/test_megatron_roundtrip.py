@@ -25,12 +25,14 @@ from tests.support.ranks import run_ranks
 MODELS = {
     "qwen2-tied": ("qwen2", "lm", {"tie_word_embeddings": True}), "llama": ("llama", "lm", {}), "qwen3": ("qwen3", "lm", {}),
     "llama-reward": ("llama", "scalar", {}), "mistral": ("mistral", "lm", {"sliding_window": 8}),
+    "qwen3-moe": ("qwen3_moe", "lm", {}),
 }  # fmt: skip
 AS = {"lm": "causal-lm", "scalar": "reward"}
 
 
 @pytest.mark.parametrize(
-    "name,tp,pp", [("qwen2-tied", 1, 2), ("llama", 2, 2), ("qwen3", 2, 1), ("llama-reward", 1, 2), ("mistral", 2, 1)]
+    "name,tp,pp",
+    [("qwen2-tied", 1, 2), ("llama", 2, 2), ("qwen3", 2, 1), ("llama-reward", 1, 2), ("mistral", 2, 1), ("qwen3-moe", 2, 2)],
 )
 def test_megatron_core_loads_what_convert_writes(tmp_path: Path, name: str, tp: int, pp: int) -> None:
     family, head, changes = MODELS[name]

@@ -19,7 +19,13 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
 
 def tiny_config(family: str, **changes: Any) -> Any:
     """Qwen3's head dim is set apart from hidden / heads, as its checkpoints have it."""
-    sizes = {**SIZES, **({"head_dim": 16} if family == "qwen3" else {}), **changes}
+    own: dict[str, Any] = {
+        "qwen3": {"head_dim": 16}, "mixtral": {"num_local_experts": 6},
+        "qwen3_moe": {
+            "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 3, "norm_topk_prob": True
+        },
+    }  # fmt: skip
+    sizes = {**SIZES, **own.get(family, {}), **changes}
     return AutoConfig.for_model(family, **sizes)
 
 

@@ -36,12 +36,18 @@ QWEN: dict[str, Any] = {
     "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 256,
 }  # fmt: skip
 MISTRAL = {"model_type": "mistral", "architectures": None}
+MIXTRAL, QWEN_MOE = ({"model_type": family, "architectures": None} for family in ("mixtral", "qwen3_moe"))
 MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"num_attention_heads": 6}, "hidden_size 64 does not divide by its 6 attention heads"),
     ({"num_key_value_heads": 3}, "8 attention heads do not divide by 3 key/value heads"),
     ({"max_position_embeddings": 255}, "up to 256 tokens are asked for, but the model's longest is 255"),
     ({"vocab_size": 99}, "vocabulary has 99 entries, but the tokenizer gives ids up to 99"),
-    ({"model_type": "mixtral"}, "model_type 'mixtral' is not supported"),
+    ({"model_type": "gemma2"}, "'gemma2' is not supported; use one of llama, mistral, qwen2, qwen3, mixtral, qwen3_moe (Qwen2.5"),
+    ({**MIXTRAL, "num_local_experts": 0}, "`num_local_experts` of its config.json is 0, but must be a positive integer"),
+    ({**MIXTRAL, "num_experts_per_tok": 9}, "is 9, but must be at most 8, the number of experts"),
+    ({**QWEN_MOE, "mlp_only_layers": [0]}, "`mlp_only_layers` of its config.json is [0], but must be []"),
+    ({**QWEN_MOE, "decoder_sparse_step": 2}, "`decoder_sparse_step` of its config.json is 2, but must be 1"),
+    ({**QWEN_MOE, "moe_intermediate_size": "x"}, "`moe_intermediate_size` of its config.json is 'x'"),
     ({"architectures": ["Qwen2VL"]}, "architecture Qwen2VL is not supported"),
     ({"use_sliding_window": True, "sliding_window": 0}, "`sliding_window` of its config.json is 0"),
     ({**MISTRAL, "sliding_window": "4k"}, "`sliding_window` of its config.json is '4k'"),
@@ -73,6 +79,7 @@ def test_each_misfit(change: dict[str, Any], expected: str) -> None:
     ({}, {"tp": 4}, "2 key/value heads do not divide by tp 4; choose tp from 1, 2"),
     ({}, {"pp": 3}, "4 layers do not divide by pp 3; choose pp from 1, 2, 4"),
     ({"intermediate_size": 129}, {"tp": 2}, "intermediate_size 129 does not divide by tp 2"),
+    ({**QWEN_MOE, "num_experts": 9}, {"tp": 2}, "number of experts 9 does not divide by tp 2; choose tp from 1"),
 ])  # fmt: skip
 def test_sizes_divide_over_a_layout(change: dict[str, Any], parallel: dict[str, int], expected: str) -> None:
     (problem,) = check_shape("critic", {**QWEN, **change}, ParallelConfig(**parallel), 256, 100)
@@ -90,6 +97,9 @@ def test_windows_are_those_of_transformers() -> None:
     assert windows(sliding) == [None] * 4 and windows({**sliding, "max_window_layers": 3}) == [None, None, None, 8]
     kinds = ["sliding_attention", "full_attention"] * 2
     assert windows({**sliding, "layer_types": kinds}) == [8, None, 8, None]
+    for family in ("mixtral", "qwen3_moe"):
+        assert windows({**QWEN, "model_type": family, "sliding_window": 8}) == [8 if family == "mixtral" else None] * 4
+        assert windows({**sliding, "model_type": family}) == [8] * 4
     for config in (mistral, sliding | {"max_window_layers": 1}, sliding | {"layer_types": kinds}):
         theirs = AutoConfig.for_model(**config)
         kinds_of = getattr(theirs, "layer_types", ["sliding_attention"] * 4)
@@ -296,6 +306,17 @@ def test_a_decode_step_is_what_torch_counts(groups: RoleGroups) -> None:
     assert found == forward_flops(LLAMA, 3, 3 * causal_pairs(7, 1), 3, scalar=False)
     for past, new in (0, 1), (0, 6), (5, 1), (4, 3):
         assert causal_pairs(past, new) == int(torch.ones(new, past + new).tril(diagonal=past).sum())
+
+
+@pytest.mark.parametrize("experts", [{"model_type": "mixtral"}, {"model_type": "qwen3_moe", "moe_intermediate_size": 24}])
+@pytest.mark.parametrize("head", ["lm", "scalar"])
+def test_experts_and_their_router_are_counted(experts: dict[str, Any], head: Head, groups: RoleGroups) -> None:
+    shape = LLAMA | experts
+    model = load(shape, groups, head)
+    assert stage_parameters(shape, 1, 1, 0, scalar=head == "scalar") == sum(p.numel() for p in model.parameters())
+    in_layers = 3 * shape_module.layer_weights(shape)
+    small = sum(p.numel() for name, p in model.decoder.named_parameters() if p.dim() == 1 or "router" in name)
+    assert in_layers == sum(p.numel() for p in model.decoder.parameters()) - small
 
 
 @pytest.mark.parametrize("family", SHAPES)

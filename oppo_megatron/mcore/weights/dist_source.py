@@ -20,6 +20,7 @@ import torch
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout.hf_layout import FLOATS, LM_HEAD, SCALAR_HEAD, Part, Tensor, param_shapes, stage_parts, summary
 from oppo_megatron.layout.shape import ModelShape
+from oppo_megatron.mcore.experts import SAVED
 from oppo_megatron.modeldir.megatron import TORCH_INDEX, MegatronFolder
 
 INDEX = ".metadata"
@@ -78,15 +79,16 @@ LAYERS = "decoder.layers."
 HEAD = "output_layer.weight"
 ALIGNER_HEAD, ALIGNER_BIAS = "rm_head.weight", "rm_head.bias"
 _RENAMED = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+_RENAMED_EXPERTS = {"input_layernorm.": _RENAMED["input_layernorm."], **{f"mlp.{ours}": f"mlp.{s}" for ours, s in SAVED.items()}}
 NO_WEIGHT = re.compile(r"optimizer\.|chained_|rng_state|rerun_state|opt_param_scheduler|.*(\._extra_state|_extra_state$)")
 
 
-def saved_names(param: str) -> tuple[tuple[str, int | None], ...]:
+def saved_names(param: str, shape: ModelShape) -> tuple[tuple[str, int | None], ...]:
     """Return possible keys, with the layer's number if stacked."""
     if not param.startswith(LAYERS):
         return ((param, None),)
     number, _, name = param.removeprefix(LAYERS).partition(".")
-    for ours, saved in _RENAMED.items():
+    for ours, saved in (_RENAMED if shape.experts is None else _RENAMED_EXPERTS).items():
         if name.startswith(ours):
             name = saved + name.removeprefix(ours)
     return (f"{LAYERS}{name}", int(number)), (f"{LAYERS}{number}.{name}", None)
@@ -149,7 +151,7 @@ class DistSource:
         problems: list[str] = []
         depths: dict[str, int | None] = {}  # expected layers of each key, None: not stacked
         for name, part in parts.items():
-            place = self._place_of(name, part)
+            place = self._place_of(name, part, shape)
             if place is None:
                 continue
             depths[place.key] = shape.num_layers if place.layer is not None else None
@@ -174,10 +176,10 @@ class DistSource:
                 "Use the config.json that belongs to them."
             )
 
-    def _place_of(self, name: str, part: Part) -> _Place | None:
+    def _place_of(self, name: str, part: Part, shape: ModelShape) -> _Place | None:
         if name == SCALAR_HEAD and ALIGNER_HEAD in self._saved:
             return _Place(part, ALIGNER_HEAD, None)
-        for key, layer in saved_names(part.param):
+        for key, layer in saved_names(part.param, shape):
             if key in self._saved:
                 if name in (LM_HEAD, SCALAR_HEAD) and (self._saved[key].size[0] == 1) != (name == SCALAR_HEAD):
                     return None  # one key for both heads: its rows distinguish them

@@ -69,7 +69,7 @@ def _planned(shape: ModelShape, head: Head, naming: Naming) -> Iterator[_Saved]:
     parts = stage_parts(shape, head)
     sizes = param_shapes(parts)
     for param, group in itertools.groupby(parts, key=lambda part: part.param):
-        (key, layer), *_ = saved_names(param)
+        (key, layer), *_ = saved_names(param, shape)
         if key == HEAD and head == "scalar":
             key = naming.scalar_head
         size = sizes[param] if layer is None else (shape.num_layers, *sizes[param])
@@ -115,7 +115,9 @@ def nemo_config(shape: ModelShape, head: Head, tokenizer: str) -> dict[str, Any]
     """Return NeMo's `model_config.yaml`.  Raises ConfigError if it cannot describe the model."""
     (window, *others), kind = set(shape.windows), shape.rope["rope_type"]
     lacking = None
-    if shape.qk_norm or kind not in ("default", "linear"):
+    if shape.experts is not None:
+        lacking = "experts"
+    elif shape.qk_norm or kind not in ("default", "linear"):
         lacking = "norms of queries and keys" if shape.qk_norm else f"RoPE of the kind {kind}"
     elif others:
         lacking = "a sliding window in some of its layers"

@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from oppo_megatron.config.model import ModelConfig, weight_seed
 from oppo_megatron.errors import CheckpointError, ConfigError
+from oppo_megatron.layout.experts import size_apart, tensors_apart
 from oppo_megatron.layout.hf_layout import LM_HEAD, SCALAR_HEAD, Head, Tensor, hf_tensors, summary, weight_problems
 from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore.weights.dist_source import DistSource
@@ -49,6 +50,28 @@ class SafetensorsSource:
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
         tensor: torch.Tensor = self._files[name].get_slice(name)[region]
         return tensor
+
+
+class JoinedExperts:
+    """Tensors of all experts from files with a tensor per expert."""
+
+    def __init__(self, base: TensorSource, shape: ModelShape):
+        self._base, self.tensors, self._parts = base, dict(base.tensors), dict[str, list[str]]()
+        for name, size in {**hf_tensors(shape, "lm"), **hf_tensors(shape, "scalar")}.items():
+            parts = tensors_apart(shape.family, name, size)
+            fitting = (part in base.tensors and base.tensors[part].shape == size_apart(size, parts[part]) for part in parts)
+            if name not in base.tensors and all(fitting):  # others are named by `weight_problems`
+                self.tensors[name] = [Tensor(size, self.tensors.pop(part).dtype) for part in parts][0]
+                self._parts[name] = list(parts)
+
+    def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
+        parts = self._parts.get(name, [name])
+        if len(parts) == 1:
+            return self._base.read(parts[0], region)
+        whole, rest, count = (slice(None), slice(None)), (slice(None), *region[1:]), self.tensors[name].shape[0]
+        size = len(parts) // count
+        each = [[self._base.read(part, whole) for part in parts[e * size :][:size]] for e in range(count)[region[0]]]
+        return torch.stack([torch.cat(matrices) for matrices in each])[rest]
 
 
 class DrawnSource(ABC):
@@ -127,7 +150,8 @@ def open_directory(directory: Path, shape_file: Path | None = None) -> tuple[Mod
     refuse_adapters(directory)
     megatron = find_megatron(directory, shape_file)
     if megatron is None:
-        return read_shape(directory), SafetensorsSource(directory)
+        shape, source = read_shape(directory), SafetensorsSource(directory)
+        return shape, source if shape.experts is None else JoinedExperts(source, shape)
     shape = ModelShape.from_hf(read_mapping(megatron.shape, "the checkpoint's configuration"), str(megatron.shape))
     return shape, DistSource(megatron, shape)
 

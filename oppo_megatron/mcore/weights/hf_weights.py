@@ -16,6 +16,7 @@ import torch.distributed as dist
 from oppo_megatron.clock import by_time
 from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.layout.experts import size_apart, tensors_apart
 from oppo_megatron.layout.hf_layout import (
     PEFT,
     SCALAR_HEAD,
@@ -75,7 +76,7 @@ def export_weights(
         if groups.tp_rank == groups.pp_rank == 0:
             tensors = {part.hf_name: part.hf_shape for part in first.parts(1, 0, 1)}
             write_tensors(
-                directory, tensors, values, config, dtype,
+                directory, *apart(first.shape, tensors, values), config, dtype,
                 max_shard_bytes=max_shard_bytes, extra_files=extra_files, names=names,
             )  # fmt: skip
         for _ in values:  # the other ranks only take part
@@ -127,9 +128,18 @@ def rewrite_weights(
     tensors, out = hf_tensors(shape, head), dtype or common_dtype(shape, source, head)
     values = ((name, source.read(name, tuple(map(slice, size)))) for name, size in tensors.items())
     write_tensors(
-        directory, tensors, values, hf_config(shape, head, out), out,
+        directory, *apart(shape, tensors, values), hf_config(shape, head, out), out,
         max_shard_bytes=max_shard_bytes, extra_files=extra_files,
     )  # fmt: skip
+
+
+def apart(
+    shape: ModelShape, tensors: Mapping[str, tuple[int, ...]], values: Iterable[tuple[str, torch.Tensor]]
+) -> tuple[dict[str, tuple[int, ...]], Iterator[tuple[str, torch.Tensor]]]:
+    """Return sizes and values with a tensor per expert."""
+    parts = {name: tensors_apart(shape.family, name, size) for name, size in tensors.items()}
+    sizes = {part: size_apart(tensors[name], region) for name, found in parts.items() for part, region in found.items()}
+    return sizes, ((part, value[region]) for name, value in values for part, region in parts[name].items())
 
 
 def common_dtype(shape: ModelShape, source: TensorSource, head: Head) -> torch.dtype:

@@ -1,0 +1,138 @@
+"""Mixtures of experts, whole experts divided over the tensor ranks.
+
+A rank computes its own experts' part of the sum for all tokens, as megatron-core's parallel products do: no token changes ranks.
+Legend: T tokens, H hidden, F feed-forward, E experts, K experts per token, N pairs of token and expert, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+from torch import Tensor
+
+from oppo_megatron.layout.experts import Experts
+from oppo_megatron.mcore.layers import swiglu, tag_parameter
+
+SAVED = {"router": "router.weight", "gate_up": "experts.experts.linear_fc1.weight", "down": "experts.experts.linear_fc2.weight"}
+"""megatron-core's names of the parameters in checkpoints."""
+
+
+def choose(logits_TE: Tensor, experts: Experts, chosen_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the experts of each token [T, K], or `chosen_TK`, and their float32 weights: softmax over all, or over these.
+
+    As in Jiang et al. 2024 (Mixtral) and transformers' routers.
+    """
+    weights_TE = logits_TE.softmax(-1, dtype=torch.float32)
+    if chosen_TK is None:
+        chosen_TK = weights_TE.topk(experts.active).indices
+    weights_TK = weights_TE.gather(1, chosen_TK)
+    return chosen_TK, weights_TK / weights_TK.sum(-1, keepdim=True) if experts.normalised else weights_TK
+
+
+def grouped_product(x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    """Return x W_e^T [N, O] for rows up to each expert's end; later rows are arbitrary."""
+    if hasattr(F, "grouped_mm"):  # since torch 2.10
+        return F.grouped_mm(x_NI, weight_EOI.transpose(1, 2), offs=ends_E)
+    counts = [*ends_E.diff(prepend=ends_E.new_zeros(1)).tolist(), len(x_NI) - int(ends_E[-1])]
+    *parts, rest = x_NI.split(counts)
+    products = [F.linear(part, weight_OI) for part, weight_OI in zip(parts, weight_EOI, strict=True)]
+    return torch.cat([*products, x_NI.new_zeros(len(rest), weight_EOI.shape[1])])
+
+
+def mix(x_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor, gate_up: Tensor, down: Tensor, first: int, is_part: bool) -> Tensor:
+    """Sum the outputs of experts `first` to `first + len(down) - 1`; `is_part`: other ranks have the rest."""
+    num_tokens, active = chosen_TK.shape
+    number_N = (chosen_TK - first).flatten()
+    if is_part:
+        number_N = torch.where((number_N >= 0) & (number_N < len(gate_up)), number_N, len(gate_up))  # others' come last
+    sorted_N, order_N = number_N.sort(stable=True)
+    ends_E = torch.searchsorted(sorted_N, torch.arange(len(gate_up), device=x_TH.device), right=True).to(torch.int32)
+    if is_part and torch.is_grad_enabled():
+        order_N = order_N[: int(ends_E[-1])]  # the host waits, so that activations of others' pairs take no memory
+    pairs_NH = x_TH.unsqueeze(1).expand(-1, active, -1).flatten(0, 1).index_select(0, order_N)
+    inner_NF = swiglu(grouped_product(pairs_NH, gate_up, ends_E)) * weights_TK.to(x_TH.dtype).flatten()[order_N].unsqueeze(1)
+    out_NH = grouped_product(inner_NF, down, ends_E)
+    if is_part and not torch.is_grad_enabled():
+        out_NH = torch.where((sorted_N < len(gate_up)).unsqueeze(1), out_NH, 0)
+    all_NH = out_NH.new_zeros(num_tokens * active, x_TH.shape[1]).index_copy(0, order_N, out_NH)
+    return all_NH.view(num_tokens, active, -1).sum(1)
+
+
+class ExpertMLP(torch.nn.Module):
+    def __init__(self, config: TransformerConfig, experts: Experts, group: dist.ProcessGroup):
+        super().__init__()
+        self.experts, self.group = experts, group
+        self.is_part, self._in_shards = group.size() > 1, bool(config.sequence_parallel)
+        count, hidden, options = experts.count // group.size(), config.hidden_size, {"dtype": config.params_dtype}
+        self.first = count * group.rank()
+        self.router = torch.nn.Parameter(torch.empty(experts.count, hidden, **options))
+        self.gate_up = torch.nn.Parameter(torch.empty(count, 2 * experts.ffn_size, hidden, **options))
+        self.down = torch.nn.Parameter(torch.empty(count, hidden, experts.ffn_size, **options))
+        tag_parameter(self.router, "sequence_parallel", self._in_shards)
+        for weight in (self.gate_up, self.down):
+            set_tensor_model_parallel_attributes(weight, True, 0, 1)
+
+    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+        x_TH, group = hidden.squeeze(1), self.group
+        chosen_TK, weights_TK = choose(F.linear(x_TH, self.router), self.experts)
+        if self._in_shards:
+            chosen_TK, weights_TK, x_TH = (
+                gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
+                for x in (chosen_TK, weights_TK, x_TH)
+            )
+        elif self.is_part:  # the sum of the ranks' gradients
+            weights_TK, x_TH = (copy_to_tensor_model_parallel_region(x, group=group) for x in (weights_TK, x_TH))
+        out_TH = mix(x_TH, chosen_TK, weights_TK, self.gate_up, self.down, self.first, self.is_part)
+        if self._in_shards:
+            out_TH = reduce_scatter_to_sequence_parallel_region(out_TH, group=group)
+        elif self.is_part:
+            out_TH = reduce_from_tensor_model_parallel_region(out_TH, group=group)
+        return out_TH.unsqueeze(1), None
+
+    def part(self, x_TH: Tensor) -> Tensor:
+        """Return this rank's part of the sum, of hidden states that all ranks have (cached calls)."""
+        chosen_TK, weights_TK = choose(F.linear(x_TH, self.router), self.experts)
+        return mix(x_TH, chosen_TK, weights_TK, self.gate_up, self.down, self.first, self.is_part)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        assert metadata is not None
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"gate_up": 0, "down": 0}, sharded_offsets,
+            tp_group=self.group, dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip
+        for name, saved in SAVED.items():
+            sharded[f"{prefix}{name}"].key = f"{prefix}{saved}"
+        return sharded
+
+
+def with_experts(block: TransformerBlockSubmodules, experts: Experts) -> TransformerBlockSubmodules:
+    for layer in block.layer_specs:
+        layer.module, layer.params, layer.submodules.mlp = ExpertLayer, {"experts": experts}, IdentityOp
+        layer.submodules.sharded_state_dict_keys_map.pop("pre_mlp_layernorm.", None)  # no product that it is fused with
+    return block
+
+
+class ExpertLayer(TransformerLayer):
+    """A layer with an `ExpertMLP`, which megatron-core would not give its group."""
+
+    def __init__(self, config: TransformerConfig, *args: Any, experts: Experts, pg_collection: Any, **kwargs: Any):
+        super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
+        self.mlp = ExpertMLP(config, experts, pg_collection.tp)
