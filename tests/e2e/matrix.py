@@ -39,6 +39,15 @@ def grouped(preset: str, size: int, **changes: Any) -> dict[str, Any]:
     return common | changes
 
 
+EXPERTS = DEEP | {
+    "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
+}  # fmt: skip
+
+
+def has_experts(outcome: Outcome) -> bool:
+    return any("experts.5." in name for name in outcome.actor)
+
+
 def total(outcome: Outcome, figure: str) -> float:
     return sum(line[figure] for line in outcome.metrics)
 
@@ -182,6 +191,11 @@ FEATURES: dict[str, Feature] = {
             DEEP | {"model_type": "mistral", "sliding_window": 12},
             DEEP | {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2}),
         lambda outcome: max(len(tokens) for tokens in outcome.tokens().values()) > 12, soon=("TP2 | PP2",)),
+    "experts": Feature(
+        roles(EXPERTS, DEEP | {"model_type": "mixtral", "num_local_experts": 4}) | overcommitted(3), has_experts,
+        soon=("TP2 | PP2",), stops="TP2 | PP2"),
+    "experts, in groups": Feature(
+        grouped("grpo", 4, steps=3, actor={"init": EXPERTS, "optimizer": STEADY_ADAM}), has_experts, soon=("PP2, woven",)),
     "odd vocabulary": Feature(  # which tensor ranks do not divide
         roles(DEEP | {"vocab_size": 283, "tie_word_embeddings": True}, DEEP | {"vocab_size": 283}),
         lambda outcome: max(max(tokens) for tokens in outcome.tokens().values()) >= 142, soon=("TP2",)),

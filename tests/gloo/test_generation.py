@@ -272,7 +272,8 @@ def test_greedy_responses_through_a_window_are_those_of_transformers(models: dic
 
 @layouts
 def test_recorded_log_probs_are_those_of_the_training_forward(models: dict[str, str], tp: int, pp: int, dp: int) -> None:
-    for model in ("qwen3", "llama", "mistral") if (tp, pp, dp) == (1, 1, 1) else ("qwen3",):
+    others = ("llama", "mistral", "mixtral") if (tp, pp, dp) == (1, 1, 1) else ("qwen3-moe",)
+    for model in ("qwen3", *others):
         answers = run_ranks(tp * pp * dp, f"{JOBS}logprob_gaps", directory=models[model], tp=tp, pp=pp, samplings=SAMPLINGS)
         speakers = [answer for answer in answers if "training" in answer["whole"]]
         assert len(speakers) == tp * dp

@@ -26,6 +26,8 @@ def save_models(root: Path) -> None:
     save_tiny(root / "critic", "qwen2", "scalar", seed=5, **shape)
     save_tiny(root / "reward", "qwen2", "scalar", seed=6, **shape)
     save_tiny(root / "reference", "qwen2", seed=7, **shape)
+    save_tiny(root / "experts", "qwen3_moe", **shape)
+    save_tiny(root / "experts-critic", "mixtral", "scalar", seed=5, **shape)
 
 
 def carrying(workspace: Workspace, name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
