@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.replay.loop import Replay, Replayed
 from tests.support.hf import save_tiny
@@ -39,14 +39,23 @@ def carrying(workspace: Workspace, name: str, changes: Mapping[str, Any]) -> dic
         "overlap.intra": True, "overlap.inter": True, "overlap.delta": {"rule": "fixed", "initial": 3, "max": 3},
     }  # fmt: skip
     config = workspace.config(name, **(settings | dict(changes)))
-    if config.get("reference"):
-        config["reference"]["checkpoint"] = str(root / config["reference"]["checkpoint"])
+    for role in ("actor", "critic", "reference"):
+        if config.get(role):
+            config[role]["checkpoint"] = str(root / config[role]["checkpoint"])
     return config
+
+
+def final_weights(directory: Path, kind: Any) -> dict[str, torch.Tensor]:
+    """By the names of transformers, of which a file's differ for experts."""
+    return dict(kind.from_pretrained(directory, dtype=torch.float32).state_dict())
 
 
 def assert_replays(config: Mapping[str, Any], versions: bool = False, **choices: Any) -> tuple[Outcome, Replayed]:
     run = Path(config["run_dir"])
     outcome = read_outcome(run)
+    outcome.actor = final_weights(run / "weights/actor", AutoModelForCausalLM)
+    if outcome.critic:
+        outcome.critic = final_weights(run / "weights/critic", AutoModelForSequenceClassification)
     assert all(line["skipped"] is None for line in outcome.metrics), "a step that was taken back cannot be replayed"
     for edge in 0.0, EDGE, -EDGE:
         replay = Replay(run, versions, **choices)
