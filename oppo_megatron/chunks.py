@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntFlag
 from functools import cached_property
 from itertools import chain, pairwise
@@ -28,10 +29,16 @@ UNFINISHED = -1
 FIELDS = 6
 """Fields of a row: sequence id, offset, tokens, policy version, finish clock, reason."""
 
+NOTHING = np.zeros((3, 0), dtype=np.int64)
+"""The body of no tokens."""
+
 
 @dataclass(slots=True)
 class ChunkRow:
-    """New tokens of a sequence, from response position `offset` on."""
+    """New tokens of a sequence, from response position `offset` on.
+
+    `routes`: of each token, if kept, the experts that were chosen in each layer when it was drawn (`split_routes`).
+    """
 
     seq_id: int
     offset: int
@@ -41,10 +48,24 @@ class ChunkRow:
     version: int
     finish_clock: int | None = None
     finish_reason: FinishReason | None = None
+    routes: list[str] = field(default_factory=list)
+
+
+FREE = ""
+"""The route of a token that leaves the choice of experts to the model."""
+
+
+def split_routes(content: bytes, num_tokens: int) -> list[str]:
+    """Return a text of base64 per token; tokens have an equal number of bytes, a multiple of 24."""
+    text = b64encode(content).decode()
+    size = len(text) // max(num_tokens, 1)
+    return [text[place * size :][:size] for place in range(num_tokens if size else 0)]
 
 
 class ChunkRows:
-    """`ChunkRow`s in columns: `table` [FIELDS, n]; `body` [3, T]: tokens, log-probs, sampling log-probs (bits); `starts` [n]."""
+    """`ChunkRow`s in columns: `table` [FIELDS, n]; `body` [3 + W, T]: tokens, log-probs, sampling log-probs (bits), W words of
+    routes; `starts` [n].
+    """
 
     seq_ids: Ints
     offsets: Ints
@@ -64,6 +85,7 @@ class ChunkRows:
             return rows
         rows = list(rows)
         for row in rows:
+            assert len(row.routes) in (0, len(row.tokens))
             if not len(row.tokens) == len(row.logprobs) == len(row.sampling_logprobs):
                 raise StreamError(
                     f"sequence {row.seq_id}, offset {row.offset}: {len(row.tokens)} tokens come with {len(row.logprobs)} "
@@ -72,7 +94,8 @@ class ChunkRows:
         table = np.array([_fields(row) for row in rows], dtype=np.int64).reshape(-1, FIELDS).T
         tokens = _flat(rows, "tokens", np.int64)
         numbers = [_flat(rows, name, np.float64).view(np.int64) for name in ("logprobs", "sampling_logprobs")]
-        return cls.packed_as(table, np.stack([tokens, *numbers]))
+        routes = np.frombuffer(b64decode("".join(chain.from_iterable(row.routes for row in rows))), dtype=np.int64)
+        return cls.packed_as(table, np.stack([tokens, *numbers, *routes.reshape(len(tokens), -1).T]) if len(tokens) else NOTHING)
 
     @classmethod
     def packed_as(cls, table: Ints, body: Ints) -> ChunkRows:
@@ -88,7 +111,7 @@ class ChunkRows:
         return cls(
             np.concatenate([part.table for part in parts], axis=1),
             np.concatenate([part.starts + start for part, start in zip(parts, before, strict=True)]),
-            np.concatenate([part.body for part in parts], axis=1),
+            np.concatenate([part.body for part in parts if part.body.shape[1]] or [NOTHING], axis=1),
         )
 
     @property
@@ -104,10 +127,11 @@ class ChunkRows:
     def __getitem__(self, position: int) -> ChunkRow:
         seq_id, offset, count, version, finish, reason = self.table[:, position].tolist()
         start = int(self.starts[position])
-        tokens, logprobs, sampling = self.body[:, start : start + count]
+        tokens, logprobs, sampling, *routes = self.body[:, start : start + count]
         return ChunkRow(
             seq_id, offset, tokens.tolist(), logprobs.view(np.float64).tolist(), sampling.view(np.float64).tolist(),
             version, None if finish == UNFINISHED else finish, REASONS[reason],
+            split_routes(np.array(routes).T.tobytes(), count) if routes else [],
         )  # fmt: skip
 
     def __eq__(self, other: object) -> bool:

@@ -97,7 +97,8 @@ class Members:
 ALONE = Members()
 
 
-Lists = tuple[list[int], list[float], list[float], list[int]]
+Lists = tuple[list[int], list[float], list[float], list[int], list[str]]
+"""Tokens, log-probs, sampling log-probs, versions, routes (of no or all tokens)."""
 
 
 class Rollout:
@@ -119,13 +120,14 @@ class Rollout:
         finish_clock: int | None = None,
         finish_reason: FinishReason | None = None,
         recorded: Sequence[ChunkRows] = (),
+        routes: list[str] | None = None,
     ):
         """`recorded` is followed from its current end."""
         self.prompt, self.admission, self.deferrals = prompt, admission, deferrals
         self.finish_clock, self.finish_reason = finish_clock, finish_reason
-        self._lists: Lists | None = None  # tokens, log-probs, sampling log-probs, versions; None until one is needed
+        self._lists: Lists | None = None  # until one is needed
         if any(each is not None for each in (tokens, logprobs, sampling_logprobs, versions)):
-            self._lists = (tokens or [], logprobs or [], sampling_logprobs or [], versions or [])
+            self._lists = (tokens or [], logprobs or [], sampling_logprobs or [], versions or [], routes or [])
         self._recorded, self._position = recorded, len(recorded)  # rows from there on are not in the lists yet
 
     def __eq__(self, other: object) -> bool:
@@ -149,6 +151,10 @@ class Rollout:
     @property
     def versions(self) -> list[int]:
         return self._joined()[3]
+
+    @property
+    def routes(self) -> list[str]:
+        return self._joined()[4]
 
     @property
     def seq_id(self) -> int:
@@ -199,14 +205,15 @@ class Rollout:
     def _joined(self) -> Lists:
         pending, self._position = self._pending(), len(self._recorded)
         if self._lists is None:
-            self._lists = [], [], [], []
+            self._lists = [], [], [], [], []
         for rows, place in pending:
             self._append(self._lists, rows[place])
         return self._lists
 
     @staticmethod
     def _append(lists: Lists, row: ChunkRow) -> None:
-        tokens, logprobs, sampling_logprobs, versions = lists
+        tokens, logprobs, sampling_logprobs, versions, routes = lists
+        routes += row.routes if len(routes) == len(tokens) else []
         tokens += row.tokens
         logprobs += row.logprobs
         sampling_logprobs += row.sampling_logprobs

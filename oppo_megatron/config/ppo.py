@@ -105,6 +105,11 @@ class RolloutConfig(Section):
         "of the actor's `generation_config.json`; the stop text stays in the response",
     )
 
+    router_replay: bool = Field(
+        True,
+        description="of a policy with experts: train each token with the experts that it was drawn with "
+        "([R3](https://arxiv.org/abs/2510.11370)), so that rounding cannot choose others",
+    )
     forced_lengths: Annotated[Given | None, Unit("tokens, nats")] = Field(
         None,
         description="for benchmarks: lengths at which responses end, in place of EOS, drawn by (seed, sequence id): [median, "

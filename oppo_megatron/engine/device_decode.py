@@ -17,7 +17,10 @@ from torch import Tensor
 
 from oppo_megatron.engine.round_state import Drawn, Growing
 from oppo_megatron.engine.sampler import Sampling, draw_at, uniforms_at
+from oppo_megatron.engine.stream import DRAWN
+from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore.device import WARM_UPS, StepRunner, on_device
+from oppo_megatron.mcore.experts import Routing, route_words
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.uniforms import row_state
@@ -39,16 +42,17 @@ class Window:
 class DeviceLane:
     def __init__(
         self, model: RoleModel, cache: SequenceCache, run: StepRunner, *, sampling: Sampling, eos_ids: Sequence[int],
-        sync_steps: int, name: int,
+        sync_steps: int, name: int, routed: ModelShape | None, width: int,
     ):  # fmt: skip
+        """`routed`: of a model whose routes are kept; `width`: numbers of a draw without its mass."""
         self._model, self._cache, self._run, self._name = model, cache, run, name
-        self._sampling, self._eos_ids = sampling, sorted(eos_ids)
+        self._sampling, self._eos_ids, self._routed = sampling, sorted(eos_ids), routed
         self._places = cache.step_rows()
         device, most = cache.device, cache.num_slots
         self._state_6M = torch.zeros(6, most, dtype=torch.int64, device=device)
         self._ended_M = torch.ones(most, dtype=torch.bool, device=device)
-        self._drawn_KXM = torch.zeros(2 * sync_steps, 4, most, dtype=torch.float64, device=device)  # of two windows
-        blank_KXM, on_gpu = torch.zeros(sync_steps, 4, most, dtype=torch.float64), device.type == "cuda"
+        self._drawn_KXM = torch.zeros(2 * sync_steps, width + 1, most, dtype=torch.float64, device=device)  # of two windows
+        blank_KXM, on_gpu = torch.zeros(sync_steps, width + 1, most, dtype=torch.float64), device.type == "cuda"
         self._arriving = [blank_KXM.pin_memory() for _ in range(2)] if on_gpu else None
         self._eos_E1 = on_device(self._eos_ids, device)[:, None]
         self._step_1 = torch.zeros(1, dtype=torch.int64, device=device)
@@ -147,10 +151,15 @@ class DeviceLane:
         size = self._size
         token_B, cached_B, position_B, limit_B, chain_B, greedy_B = self._state_6M[:, :size].unbind(0)
         ended_B = self._ended_M[:size]
-        logits_BV = self._model(token_B, self._places.plan(cached_B, self._reach, ended_B))
+        plan, routing = self._places.plan(cached_B, self._reach, ended_B), Routing(taken=[])
+        plan.routing = None if self._routed is None else routing
+        logits_BV = self._model(token_B, plan)
         mixed_B = greedy_B.bool() if self._sampling.members.greedy else None
         drawn = draw_at(logits_BV, self._sampling, uniforms_at(chain_B, position_B), self._model.vocab, mixed_B)
-        self._drawn_KXM[:, :, :size].index_copy_(0, self._step_1, drawn.table().unsqueeze(0))
+        table = drawn.table()
+        if self._routed is not None and routing.taken is not None:
+            table = with_routes(table, torch.cat(routing.taken, 1), self._routed)
+        self._drawn_KXM[:, :, :size].index_copy_(0, self._step_1, table.unsqueeze(0))
         self._step_1 += 1
         going_on_B = ~ended_B
         token_B.copy_(torch.where(going_on_B, drawn.tokens, token_B))
@@ -160,6 +169,10 @@ class DeviceLane:
         if self._eos_ids:
             is_eos_EB = token_B == self._eos_E1
             ended_B |= is_eos_EB[0] if len(self._eos_ids) == 1 else is_eos_EB.any(0)
+
+
+def with_routes(table_XB: Tensor, routes_BI: Tensor, shape: ModelShape) -> Tensor:
+    return torch.cat([table_XB[:DRAWN], route_words(routes_BI, shape), table_XB[DRAWN:]])
 
 
 def batch_bucket(rows: int) -> int:

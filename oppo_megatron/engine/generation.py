@@ -13,14 +13,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from oppo_megatron.chunks import UNFINISHED, Chunk, ChunkRows, Orders, StopSignal
-from oppo_megatron.engine.device_decode import DeviceLane
+from oppo_megatron.chunks import UNFINISHED, Chunk, ChunkRows, Orders, StopSignal, split_routes
+from oppo_megatron.engine.device_decode import DeviceLane, with_routes
 from oppo_megatron.engine.round_state import CacheWorker, DecodeRound, Drawn, Growing, TakenUp
 from oppo_megatron.engine.sampler import Sampling, draw, no_distribution
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.engine.stream import DRAWN, ChunkOutlet, gather_rows
 from oppo_megatron.mcore.batch import MicroBatch, join_rows, pack_responses
 from oppo_megatron.mcore.device import CapturedSteps, memory_for, on_device, run_eagerly, too_many_sequences, too_many_tokens
+from oppo_megatron.mcore.experts import BYTES, Routing, route_bytes, route_content
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.mcore.training import forward_rows
@@ -32,7 +33,7 @@ from oppo_megatron.schedule.planning.book import ReplicaWork
 class DecodeWorker(CacheWorker):
     def __init__(
         self, model: RoleModel, cache: SequenceCache, *, sampling: Sampling, stopping: Stopping,
-        outlet: ChunkOutlet | None = None, sync_steps: int = 1,
+        outlet: ChunkOutlet | None = None, sync_steps: int = 1, keep_routes: bool = False,
     ):  # fmt: skip
         """With one pipeline stage the host reads drawn tokens only every `sync_steps` steps."""
         super().__init__(model, cache)
@@ -40,6 +41,8 @@ class DecodeWorker(CacheWorker):
         self._sync_steps = sync_steps if model.groups.pp == 1 else 1
         self._resident: dict[int, DeviceLane] = {}  # by micro-batch
         self._begun: DecodeRound | None = None
+        self._routed = model.shape if keep_routes and model.shape.experts is not None else None
+        self._width = DRAWN + (0 if self._routed is None else route_bytes(self._routed) // BYTES)  # numbers of a drawn token
         captures = self._sync_steps > 1 and cache.device.type == "cuda"
         self.captured = CapturedSteps(cache.device, model.parameters) if captures else None
         if self.captured is not None:
@@ -130,18 +133,26 @@ class DecodeWorker(CacheWorker):
             return self.outlet.message(self._round.merge())
         if action.payload is Payload.TOKENS:
             return [on_device(torch.from_numpy(self._round.drawn[action.micro_batch]), self.cache.device)]
-        return [self._round.hidden[action.micro_batch].contiguous()]
+        hidden = self._round.hidden[action.micro_batch].contiguous()
+        is_step = action.step is not None and self._routed is not None
+        return [hidden, self._round.routes[action.micro_batch]] if is_step else [hidden]
 
     def inbox(self, action: Action) -> Iterator[Tensor]:
         if action.payload is Payload.TOKENS:
             lane = self._round.lanes[action.micro_batch]
-            table_3R = torch.empty(DRAWN, len(lane), dtype=torch.float64, device=self.cache.device)
-            yield table_3R
-            self._absorb(action, np.array(table_3R.tolist())[None], lane)
+            table_XR = torch.empty(self._width, len(lane), dtype=torch.float64, device=self.cache.device)
+            yield table_XR
+            self._absorb(action, np.array(table_XR.tolist())[None], lane)
         else:
             hidden = self.new_hidden(self._round.num_tokens(action))
             yield hidden
             self._round.hidden[action.micro_batch] = hidden
+            if action.step is not None and self._routed is not None:
+                assert self._routed.experts is not None
+                before = len(self.model.decoder.layers) * self.model.stage * self._routed.experts.active
+                routes_RI = hidden.new_empty(len(hidden), before, dtype=torch.uint8)
+                yield routes_RI
+                self._round.routes[action.micro_batch] = routes_RI
 
     def end(self) -> Chunk:
         """Return the merged chunk of all replicas; drop finished sequences, and tokens decoded beyond it, from this cache."""
@@ -171,21 +182,30 @@ class DecodeWorker(CacheWorker):
         lane, hidden = self._round.lanes[action.micro_batch], self._round.hidden
         is_first = self.model.pre_process
         inputs = on_device([g.tokens[-1] for g in lane], self.cache.device) if is_first else hidden[action.micro_batch]
-        hidden[action.micro_batch] = step(self.model, self.cache, [g.seq_id for g in lane], [1] * len(lane), inputs)
+        routing = Routing(taken=[] if self._routed is not None else None)
+        seq_ids = [g.seq_id for g in lane]
+        hidden[action.micro_batch] = step(self.model, self.cache, seq_ids, [1] * len(lane), inputs, routing=routing)
+        if routing.taken is not None:
+            before = () if is_first else (self._round.routes[action.micro_batch],)
+            self._round.routes[action.micro_batch] = torch.cat([*before, *(taken.to(torch.uint8) for taken in routing.taken)], 1)
         return len(lane)
 
     def _sample(self, action: Action) -> int:
         lane, logits_RV = self._round.lanes[action.micro_batch], self._round.hidden[action.micro_batch]
         seq_ids, positions = [g.seq_id for g in lane], [g.position for g in lane]
-        drawn = np.array(draw(logits_RV, self.sampling, seq_ids, positions, self.model.vocab).table().tolist())
-        self._round.drawn[action.micro_batch] = drawn[:DRAWN]
+        table = draw(logits_RV, self.sampling, seq_ids, positions, self.model.vocab).table()
+        if self._routed is not None:
+            table = with_routes(table, self._round.routes[action.micro_batch], self._routed)
+        drawn = np.array(table.tolist())
+        self._round.drawn[action.micro_batch] = drawn[: self._width]
         return self._absorb(action, drawn[None], lane)
 
     def _lane(self, micro_batch: int) -> DeviceLane:
         if micro_batch not in self._resident:
             self._resident[micro_batch] = DeviceLane(
                 self.model, self.cache, self._run_step, sampling=self.sampling,
-                eos_ids=self.stopping.eos_ids, sync_steps=self._sync_steps, name=micro_batch,
+                eos_ids=self.stopping.eos_ids, sync_steps=self._sync_steps, name=micro_batch, routed=self._routed,
+                width=self._width,
             )  # fmt: skip
         return self._resident[micro_batch]
 
@@ -217,13 +237,17 @@ class DecodeWorker(CacheWorker):
         tokens_RK = drawn_XRK[0].astype(np.int64)
         responses = [g.tokens[g.num_prompt_tokens :] for g in rows] if self.stopping.text is not None else ()
         counts, reasons = self.stopping.ends(tokens_RK, list(going.values()), responses)
-        for mass_RK in () if np.isfinite(drawn_XRK[DRAWN:]).all() else drawn_XRK[DRAWN:]:
+        masses_XRK = drawn_XRK[self._width :]
+        for mass_RK in () if np.isfinite(masses_XRK).all() else masses_XRK:
             taken_RK = np.arange(mass_RK.shape[1]) < np.array(counts, dtype=np.int64)[:, None]
             for step_, place in np.argwhere((taken_RK & ~np.isfinite(mass_RK)).T):
                 raise no_distribution(self.sampling, rows[place].seq_id, rows[place].position + int(step_))
         start, columns = self._round.start, (tokens_RK.tolist(), *drawn_XRK[1:DRAWN].tolist())
-        for growing, count, reason, tokens, logprobs, sampling in zip(rows, counts, reasons, *columns, strict=True):
-            growing.append(tokens[:count], logprobs[:count], sampling[:count], reason, start)
+        words_RWK = drawn_XRK[DRAWN : self._width].transpose(1, 0, 2)
+        for growing, words_WK, count, reason, *drawn in zip(rows, words_RWK, counts, reasons, *columns, strict=True):
+            tokens, logprobs, sampling = (column[:count] for column in drawn)
+            routes = [] if self._routed is None else split_routes(route_content(words_WK[:, :count]), count)
+            growing.append(tokens, logprobs, sampling, routes, reason, start)
         ended = zip(rows, counts, reasons, strict=True)
         self._leave(action.micro_batch, {g.seq_id: first + count - 1 for g, count, reason in ended if reason is not None})
         here = (action.step, action.micro_batch)

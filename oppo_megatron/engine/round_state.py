@@ -84,7 +84,9 @@ class CacheWorker:
 
 
 Drawn = npt.NDArray[np.float64]
-"""[K steps, 3 or 4, R]: tokens, log-probs, sampling log-probs; on ranks that draw also masses (finite: the logits are valid)."""
+"""[K steps, 3 + W or 4 + W, R]: tokens, log-probs, sampling log-probs, W words of routes; on ranks that draw also masses (finite:
+the logits are valid).
+"""
 
 
 class Growing:
@@ -103,13 +105,15 @@ class Growing:
         return 0 if self.row.finish_reason is not None else self.limit - self.position
 
     def append(
-        self, tokens: list[int], logprobs: list[float], sampling_logprobs: list[float], reason: FinishReason | None, start: int
-    ) -> None:
+        self, tokens: list[int], logprobs: list[float], sampling_logprobs: list[float], routes: list[str],
+        reason: FinishReason | None, start: int,
+    ) -> None:  # fmt: skip
         """Append in a round from clock `start`; `reason`: why the last token ends the response."""
         self.tokens += tokens
         self.row.tokens += tokens
         self.row.logprobs += logprobs
         self.row.sampling_logprobs += sampling_logprobs
+        self.row.routes += routes
         self.row.finish_reason = reason
         if reason is not None:
             self.row.finish_clock = start + len(self.row.tokens)
@@ -119,7 +123,7 @@ class Growing:
 class DecodeRound:
     """A round from clock `start`.  `local` shows if the batch is complete while decoding (one replica), `stop` in the merge.
 
-    By micro-batch: `lanes` (running sequences), `steps`, `ended` (first void step), last `hidden` and `drawn`.
+    By micro-batch: `lanes` (running sequences), `steps`, `ended` (first void step), last `hidden`, `drawn` and `routes`.
     """
 
     work: ReplicaWork
@@ -138,6 +142,7 @@ class DecodeRound:
     ended: dict[int, int] = field(default_factory=dict)
     hidden: dict[int, Tensor] = field(default_factory=dict)
     drawn: dict[int, Drawn] = field(default_factory=dict)
+    routes: dict[int, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.lanes = [[self.growing[g.seq_id] for g in batch] for batch in self.work.decode]

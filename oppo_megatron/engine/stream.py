@@ -2,9 +2,9 @@
 
 A message is a header of HEADER_SIZE int64 words, then a payload:
 
-    header   magic, message index, logical clock, rows, tokens, orders (bits), checksum of these six
+    header   magic, message index, logical clock, rows, tokens, orders (bits), rows of the body, checksum of these seven
     payload  per row: sequence id, offset, tokens, policy version, finish clock or -1, ending, checksum; then the body
-    body     all tokens, then all log-probs, then all sampling log-probs (float64 bits)
+    body     all tokens, then all log-probs, then all sampling log-probs (float64 bits), then all routes' words in turn
 
 A row's checksum is the CRC-32 of its sequence's data, prompt first.  The offset detects lost or repeated chunks.
 """
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oppo_megatron.chunks import FIELDS, REASONS, UNFINISHED, Chunk, ChunkRows, Ints, Orders
+from oppo_megatron.chunks import FIELDS, NOTHING, REASONS, UNFINISHED, Chunk, ChunkRows, Ints, Orders
 from oppo_megatron.cluster.process_groups import gather_ragged
 from oppo_megatron.errors import StreamError
 from oppo_megatron.mcore.device import on_device
@@ -28,7 +28,7 @@ from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action
 
 DRAWN = 3  # numbers of a drawn token: id, log-prob, sampling log-prob
-HEADER_SIZE = 7
+HEADER_SIZE = 8
 ROW_SIZE = FIELDS + 1
 MAGIC = 0x4F50504F
 
@@ -42,7 +42,8 @@ def from_words(words: Ints) -> ChunkRows:
     """Inverse of `to_words`; tokens are views."""
     end = 1 + int(words[0]) * FIELDS
     table = np.ascontiguousarray(words[1:end].reshape(-1, FIELDS).T)
-    return ChunkRows.packed_as(table, words[end:].reshape(DRAWN, -1))
+    num_tokens = int(table[2].sum())
+    return ChunkRows.packed_as(table, words[end:].reshape(-1, num_tokens) if num_tokens else NOTHING)
 
 
 def gather_rows(rows: ChunkRows, group: dist.ProcessGroup) -> ChunkRows:
@@ -83,7 +84,8 @@ class ChunkEncoder(ChunkBooks):
             checksums.append(checksum_of(i, before))
             self.ledgers[seq_id] = offset + count, checksums[-1]
         table = np.vstack([rows.table, np.array(checksums, dtype=np.int64)])
-        words = np.array([MAGIC, self._next_index, chunk.clock, len(rows), rows.num_tokens, chunk.orders], dtype=np.int64)
+        sizes = len(rows), rows.num_tokens, chunk.orders, len(rows.body)
+        words = np.array([MAGIC, self._next_index, chunk.clock, *sizes], dtype=np.int64)
         header = np.append(words, zlib.crc32(words.tobytes()))
         self._next_index += 1
         return header, np.concatenate([table.T.reshape(-1), rows.body.reshape(-1)])
@@ -92,7 +94,7 @@ class ChunkEncoder(ChunkBooks):
 class ChunkDecoder(ChunkBooks):
     def payload_size(self, header: Ints) -> int:
         """Return the payload's words.  Raises StreamError."""
-        magic, index, _, num_rows, num_tokens, _, checksum = (int(x) for x in header)
+        magic, index, _, num_rows, num_tokens, _, depth, checksum = (int(x) for x in header)
         if magic != MAGIC or checksum != zlib.crc32(header[:-1].tobytes()):
             raise StreamError(
                 f"message {self._next_index}: the header {header.tolist()} is not one of a chunk; the stream is out of "
@@ -101,15 +103,15 @@ class ChunkDecoder(ChunkBooks):
         if index != self._next_index:
             kind = "lost" if index > self._next_index else "repeated"
             raise StreamError(f"a chunk message was {kind}: message {index} came, but {self._due()}.")
-        return num_rows * ROW_SIZE + 3 * num_tokens
+        return num_rows * ROW_SIZE + depth * num_tokens
 
     def decode(self, header: Ints, payload: Ints) -> Chunk:
         size = self.payload_size(header)
         if len(payload) != size:
             raise StreamError(f"message {self._due()}; its payload has {len(payload)} words, but the header says {size}.")
-        _, index, clock, num_rows, num_tokens, orders, _ = (int(x) for x in header)
+        _, index, clock, num_rows, num_tokens, orders, depth, _ = (int(x) for x in header)
         table = payload[: num_rows * ROW_SIZE].reshape(num_rows, ROW_SIZE)
-        body = payload[num_rows * ROW_SIZE :].reshape(3, num_tokens)
+        body = payload[num_rows * ROW_SIZE :].reshape(depth, num_tokens)
         self._require_whole(table.T, num_tokens, index)
         rows = ChunkRows.packed_as(np.ascontiguousarray(table[:, :FIELDS].T), body)
         self._accept(rows, table[:, FIELDS].tolist(), index)

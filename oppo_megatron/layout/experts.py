@@ -17,6 +17,7 @@ class Experts:
     normalised: bool
 
 
+MOST_EXPERTS = 255
 EXPERTS = {
     "mixtral": ("num_local_experts", 8, 2, "intermediate_size", 14336),
     "qwen3_moe": ("num_experts", 128, 8, "moe_intermediate_size", 768),
@@ -55,6 +56,8 @@ def faults_of_experts(shape: Mapping[str, Any]) -> Iterator[tuple[str, object, s
             wrong = True
             yield key, shape[key], "be a positive integer"
     experts = None if wrong else experts_of(shape)
+    if experts is not None and experts.count > MOST_EXPERTS:
+        yield count_key, experts.count, f"be at most {MOST_EXPERTS}, because a byte of a route names an expert"
     if experts is not None and experts.active > experts.count:
         yield "num_experts_per_tok", experts.active, f"be at most {experts.count}, the number of experts"
     for key, due in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):

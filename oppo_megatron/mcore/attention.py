@@ -104,9 +104,10 @@ def torch_varlen() -> VarlenKernel | None:
 
 
 class AttentionPlan(Protocol):
-    """A call's attention, megatron's `packed_seq_params`."""
+    """A call's attention, megatron's `packed_seq_params`, and the experts of its tokens."""
 
     qkv_format: str
+    routing: Any
     cos_T1D: Tensor
     sin_T1D: Tensor
 
@@ -118,6 +119,7 @@ class PackedPlan:
     """Causal within each packed sequence; differentiable."""
 
     qkv_format = "thd"
+    routing: Any = None
 
     def __init__(self, lengths: Sequence[int], rope: tuple[Tensor, Tensor]):
         cos_LD, sin_LD = rope

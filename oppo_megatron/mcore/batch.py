@@ -16,7 +16,10 @@ Answered = tuple[Sequence[int], Sequence[int]]
 
 @dataclass
 class MicroBatch:
-    """`index`: in the batch; `rows_R`: packed positions of outputs; `targets_R`: next tokens; `counts`: rows per response."""
+    """`index`: in the batch; `rows_R`: packed positions of outputs; `targets_R`: next tokens; `counts`: rows per response.
+
+    `routes`: of each row the experts that drew its target (`mcore.experts.replay`); none: the model chooses.
+    """
 
     index: list[int]
     lengths: list[int]
@@ -26,6 +29,7 @@ class MicroBatch:
     tokens: Sequence[int] = ()
     counts: Sequence[int] = ()
     extra: dict[str, Tensor] = field(default_factory=dict)
+    routes: Sequence[str] = ()
 
     @classmethod
     def dummy(cls, device: torch.device) -> MicroBatch:

@@ -6,9 +6,13 @@ Legend: T tokens, H hidden, F feed-forward, E experts, K experts per token, N pa
 
 from __future__ import annotations
 
+from base64 import b64decode
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -27,20 +31,61 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from oppo_megatron.layout.experts import Experts
+from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore.layers import swiglu, tag_parameter
 
 SAVED = {"router": "router.weight", "gate_up": "experts.experts.linear_fc1.weight", "down": "experts.experts.linear_fc2.weight"}
 """megatron-core's names of the parameters in checkpoints."""
 
+ANY, BYTES = 255, 6
+"""In place of an expert's number: the router chooses; numbers of experts that a float64 holds exactly."""
 
-def choose(logits_TE: Tensor, experts: Experts, chosen_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the experts of each token [T, K], or `chosen_TK`, and their float32 weights: softmax over all, or over these.
 
-    As in Jiang et al. 2024 (Mixtral) and transformers' routers.
+@dataclass
+class Routing:
+    """The experts of a call's tokens: `given` [T, L, K] (bytes, from the model's first layer on), and those `taken` by layer."""
+
+    given: Tensor | None = None
+    taken: list[Tensor] | None = None
+
+
+def route_bytes(shape: ModelShape) -> int:
+    assert shape.experts is not None
+    return -(-shape.num_layers * shape.experts.active // 24) * 24  # divisible for base64, float64 and int64
+
+
+def route_words(routes_RI: Tensor, shape: ModelShape) -> Tensor:
+    """Float64 [W, R] of bytes: numbers of experts, of all layers in turn."""
+    whole_RI = F.pad(routes_RI, (0, route_bytes(shape) - routes_RI.shape[1]), value=ANY)
+    factors = 256 ** torch.arange(BYTES, device=routes_RI.device)
+    return (whole_RI.view(len(whole_RI), -1, BYTES) * factors).sum(-1).double().T
+
+
+def route_content(words_WN: npt.NDArray[np.float64]) -> bytes:
+    """The bytes of tokens in turn."""
+    return np.ascontiguousarray(words_WN.T, dtype="<i8").view(np.uint8).reshape(-1, 8)[:, :BYTES].tobytes()
+
+
+def replay(routes: Sequence[str], rows_R: Tensor, num_tokens: int, shape: ModelShape) -> Routing:
+    """Use the experts of `routes` (`chunks.split_routes`) at rows; elsewhere the routers choose."""
+    assert shape.experts is not None
+    size, layers, active = route_bytes(shape), shape.num_layers, shape.experts.active
+    free = "/" * (size * 4 // 3)
+    content = bytearray(b64decode("".join(route or free for route in routes)))
+    of_rows = torch.frombuffer(content, dtype=torch.uint8).view(-1, size)[:, : layers * active].reshape(-1, layers, active)
+    given_TLK = torch.full((num_tokens, layers, active), ANY, dtype=torch.uint8, device=rows_R.device)
+    return Routing(given_TLK.index_copy(0, rows_R, of_rows.to(rows_R.device)))
+
+
+def choose(logits_TE: Tensor, experts: Experts, given_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return the experts of each token [T, K], those in `given_TK` if any, and their float32 weights.
+
+    Weights are a softmax over all experts, or over the chosen ones, as in transformers' routers.
     """
     weights_TE = logits_TE.softmax(-1, dtype=torch.float32)
-    if chosen_TK is None:
-        chosen_TK = weights_TE.topk(experts.active).indices
+    chosen_TK = weights_TE.topk(experts.active).indices
+    if given_TK is not None:
+        chosen_TK = torch.where(given_TK == ANY, chosen_TK, given_TK)
     weights_TK = weights_TE.gather(1, chosen_TK)
     return chosen_TK, weights_TK / weights_TK.sum(-1, keepdim=True) if experts.normalised else weights_TK
 
@@ -75,9 +120,11 @@ def mix(x_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor, gate_up: Tensor, do
 
 
 class ExpertMLP(torch.nn.Module):
-    def __init__(self, config: TransformerConfig, experts: Experts, group: dist.ProcessGroup):
+    routing: Routing | None = None  # of the call
+
+    def __init__(self, config: TransformerConfig, experts: Experts, group: dist.ProcessGroup, layer: int):
         super().__init__()
-        self.experts, self.group = experts, group
+        self.experts, self.group, self.layer = experts, group, layer
         self.is_part, self._in_shards = group.size() > 1, bool(config.sequence_parallel)
         count, hidden, options = experts.count // group.size(), config.hidden_size, {"dtype": config.params_dtype}
         self.first = count * group.rank()
@@ -90,7 +137,7 @@ class ExpertMLP(torch.nn.Module):
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
         x_TH, group = hidden.squeeze(1), self.group
-        chosen_TK, weights_TK = choose(F.linear(x_TH, self.router), self.experts)
+        chosen_TK, weights_TK = self._route(x_TH, self.routing)
         if self._in_shards:
             chosen_TK, weights_TK, x_TH = (
                 gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
@@ -105,9 +152,19 @@ class ExpertMLP(torch.nn.Module):
             out_TH = reduce_from_tensor_model_parallel_region(out_TH, group=group)
         return out_TH.unsqueeze(1), None
 
-    def part(self, x_TH: Tensor) -> Tensor:
+    def _route(self, x_TH: Tensor, routing: Routing | None) -> tuple[Tensor, Tensor]:
+        given_TK = None
+        if routing is not None and routing.given is not None:
+            first = len(x_TH) * self.group.rank() if self._in_shards else 0
+            given_TK = routing.given[first : first + len(x_TH), self.layer]
+        chosen_TK, weights_TK = choose(F.linear(x_TH, self.router), self.experts, given_TK)
+        if routing is not None and routing.taken is not None:
+            routing.taken.append(chosen_TK)
+        return chosen_TK, weights_TK
+
+    def part(self, x_TH: Tensor, routing: Routing | None) -> Tensor:
         """Return this rank's part of the sum, of hidden states that all ranks have (cached calls)."""
-        chosen_TK, weights_TK = choose(F.linear(x_TH, self.router), self.experts)
+        chosen_TK, weights_TK = self._route(x_TH, routing)
         return mix(x_TH, chosen_TK, weights_TK, self.gate_up, self.down, self.first, self.is_part)
 
     def sharded_state_dict(
@@ -135,4 +192,8 @@ class ExpertLayer(TransformerLayer):
 
     def __init__(self, config: TransformerConfig, *args: Any, experts: Experts, pg_collection: Any, **kwargs: Any):
         super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
-        self.mlp = ExpertMLP(config, experts, pg_collection.tp)
+        self.mlp = ExpertMLP(config, experts, pg_collection.tp, self.layer_number - 1)
+
+    def forward(self, *args: Any, packed_seq_params: Any, **kwargs: Any) -> Any:
+        self.mlp.routing = packed_seq_params.routing  # here, because a layer that is computed again comes here again
+        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)

@@ -28,7 +28,7 @@ from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore import compat
 from oppo_megatron.mcore.attention import AttentionPlan, PackedPlan, binding, rope_tables
 from oppo_megatron.mcore.cpu import can_prepack, product
-from oppo_megatron.mcore.experts import with_experts
+from oppo_megatron.mcore.experts import Routing, with_experts
 from oppo_megatron.mcore.fused import FusedStage
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.kv.cached_plan import CachedPlan
@@ -271,10 +271,12 @@ def build_chunks(
 
 @torch.inference_mode()
 def step(
-    model: RoleModel, kv: SequenceCache, seq_ids: Sequence[int], lens: Sequence[int], inputs: Tensor, rows_R: Tensor | None = None
-) -> Tensor:
+    model: RoleModel, kv: SequenceCache, seq_ids: Sequence[int], lens: Sequence[int], inputs: Tensor,
+    rows_R: Tensor | None = None, routing: Routing | None = None,
+) -> Tensor:  # fmt: skip
     """Append lens[s] tokens (later stages: hidden states [T, 1, H]) to each cache; return the stage's output."""
     plan = kv.begin(seq_ids, lens)
+    plan.routing = routing
     if model.pre_process:
         out = model(inputs, plan, rows_R)
     else:

@@ -25,6 +25,7 @@ from oppo_megatron.mcore import compat
 from oppo_megatron.mcore.attention import PackedPlan
 from oppo_megatron.mcore.batch import MicroBatch
 from oppo_megatron.mcore.device import memory_for, too_many_tokens
+from oppo_megatron.mcore.experts import replay
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.model import RoleModel
 
@@ -91,7 +92,10 @@ def _run(
 
 def _forward(model: RoleModel, module: torch.nn.Module, batch: MicroBatch, size: int) -> Tensor:
     lengths, tokens_T = batch.padded(size, model.max_length)
-    out: Tensor = module(tokens_T, PackedPlan(lengths, model.rope), batch.rows_R)
+    plan = PackedPlan(lengths, model.rope)
+    if model.shape.experts is not None and any(batch.routes):
+        plan.routing = replay(batch.routes, batch.rows_R, size, model.shape)
+    out: Tensor = module(tokens_T, plan, batch.rows_R)
     return out
 
 

@@ -25,7 +25,7 @@ from oppo_megatron.mcore.vocab import largest_logits, token_logprobs
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.packing import balance
 from oppo_megatron.train.roles import TrainedRole
-from oppo_megatron.train.update import UpdateSettings, begin_update, run_update, stats_dict, update_packing
+from oppo_megatron.train.update import UpdateSettings, begin_update, run_update, stats_dict, update_packing, with_routes
 
 STATS = ("ess", "logprob_gap", "logprob_gap_judged", "grad_norm", "lr")
 """Statistics in addition to what the algorithm's loss has."""
@@ -207,7 +207,7 @@ def forward_batch(
     groups, device = role.trained.model.groups, next(role.trained.model.parameters()).device
     rows = balance([r.num_tokens for r in batch], groups.dp)[groups.dp_rank]
     prompts, responses = [batch[i].prompt.tokens for i in rows], [batch[i].tokens for i in rows]
-    micros = pack_responses(prompts, responses, budget, device)
+    micros = with_routes(role.trained, pack_responses(prompts, responses, budget, device), [[batch[i]] for i in rows])
     outputs = forward_rows(role.trained.chunks, micros, finish)
     if not groups.is_last_stage:
         return None

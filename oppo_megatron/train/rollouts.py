@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from oppo_megatron.chunks import Chunk, FinishReason, Orders
+from oppo_megatron.chunks import FREE, Chunk, FinishReason, Orders
 from oppo_megatron.columns import columns_of
 from oppo_megatron.config.overlap import OverlapConfig
 from oppo_megatron.engine.round_runner import AllEnded, Decoding, RoundRunner
@@ -144,7 +144,8 @@ class Rollouts:
                 reason = self.stopping.after(old[:same], tokens[same], rollout.seq_id)
                 rewritten.append(rollout)
                 kept.append(same)
-            lists = old[:same] + tokens[same:size], logprobs[:size], sampling[:size], [version] * size
+            free = [FREE] * size if rollout.routes else []  # drawn by a forward pass as training has it
+            lists = old[:same] + tokens[same:size], logprobs[:size], sampling[:size], [version] * size, free
             made.append((rollout, lists, reason))
         self.buffer.rewrite(made)
         for rollout in rewritten:

@@ -93,6 +93,7 @@ class RoleBuilder:
                 stopping=stopping,
                 outlet=ChunkOutlet(device) if rank in site.feeds else None,
                 sync_steps=SYNC_STEPS[device.type],
+                keep_routes=config.rollout.router_replay,
             )
         scoring = self._scoring_workers(roles)
         planner = new_planner(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments
 from oppo_megatron.algorithms.packed import TokenStats, tokens_of_rows
+from oppo_megatron.chunks import FREE
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.mcore.batch import MicroBatch, pack_together, split_rows
 from oppo_megatron.mcore.device import on_device
@@ -76,7 +77,7 @@ def begin_update(trained: TrainedModel, batch: Sequence[Rollout], settings: Upda
     mine = next(_shares(batch, groups.dp, settings, units))[groups.dp_rank]
     if trained.goes_ahead and mine:
         lengths = torch.tensor([len(r.tokens) for r in batch])
-        trained.ahead(_micro_batches(batch, mine, lengths, {}, settings)[0])
+        trained.ahead(_micro_batches(trained, batch, mine, lengths, {}, settings)[0])
 
 
 def run_update(
@@ -98,14 +99,15 @@ def run_update(
             share_B[minibatch] = torch.tensor(of_rows)
             shared_T = extra_T | {"share": on_device(share_B.repeat_interleave(lengths), settings.device)}
         minibatch_loss = partial(loss, num_tokens=int(lengths[minibatch].sum()), first=number == 0)
-        report = trained.step(_micro_batches(batch, mine, lengths, shared_T, settings), minibatch_loss)
+        report = trained.step(_micro_batches(trained, batch, mine, lengths, shared_T, settings), minibatch_loss)
         reports.append({"grad_norm": report.grad_norm, "lr": report.lr} | report.stats)
     return reports
 
 
 def _micro_batches(
-    batch: Sequence[Rollout], units: list[list[int]], lengths: Tensor, extra_T: dict[str, Tensor], settings: UpdateSettings
-) -> list[MicroBatch]:
+    trained: TrainedModel, batch: Sequence[Rollout], units: list[list[int]], lengths: Tensor, extra_T: dict[str, Tensor],
+    settings: UpdateSettings,
+) -> list[MicroBatch]:  # fmt: skip
     answered = [[(batch[i].prompt.tokens, batch[i].tokens) for i in unit] for unit in units]
     micros = pack_together(answered, settings.micro_batch_tokens, settings.device)
     chosen = on_device(tokens_of_rows(lengths, [i for unit in units for i in unit]), settings.device)
@@ -113,6 +115,14 @@ def _micro_batches(
     for name, values_T in extra_T.items():
         for micro, piece in zip(micros, split_rows(values_T[chosen], unit_lengths, micros), strict=True):
             micro.extra[name] = piece
+    return with_routes(trained, micros, [[batch[i] for i in unit] for unit in units])
+
+
+def with_routes(trained: TrainedModel, micros: list[MicroBatch], units: Sequence[Sequence[Rollout]]) -> list[MicroBatch]:
+    """Give the policy's micro-batches the routes of their tokens; `units`: rollouts that each `index` stands for."""
+    for micro in micros if trained.model.head == "lm" else ():
+        rollouts = (rollout for unit in micro.index for rollout in units[unit])
+        micro.routes = [route for rollout in rollouts for route in rollout.routes or [FREE] * len(rollout.tokens)]
     return micros
 
 

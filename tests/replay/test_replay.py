@@ -48,8 +48,9 @@ CASES: dict[str, Case] = {
     "critic warm-up": Case({"ppo.critic_warmup_steps": 2, "actor.optimizer": SCHEDULED}),
     "the update waits for the scores": Case(APART | {"overlap.without": ["scores"]}),
     "the next step waits for the critic": Case(APART | {"overlap.without": ["critic"]}), "the critic apart": Case(APART),
-    "experts": Case({"actor.checkpoint": "experts", "critic.checkpoint": "experts-critic"}),
-    "experts, TP2 | PP2": Case({"actor.checkpoint": "experts", "critic.checkpoint": "experts-critic"} | {
+    "experts": Case({"actor.checkpoint": "experts", "critic.checkpoint": "experts-critic", "rollout.router_replay": False}),
+    "experts, TP2 | PP2": Case({
+        "actor.checkpoint": "experts", "critic.checkpoint": "experts-critic", "rollout.router_replay": False,
         "placement": {"mode": "disaggregated", "actor": {"tp": 2}, "scorer": {"pp": 2}}}),
     "backfill": Case(APART | {"overlap.backfill": True, "ppo.staleness": "decoupled"}),
 }  # fmt: skip

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -200,6 +200,7 @@ class Cache(Protocol):
 
 class CachedPlan(ABC):
     qkv_format = "thd"
+    routing: Any = None
     places: Places
 
     def __init__(self, cache: Cache, pos_T: Tensor, longest: int):

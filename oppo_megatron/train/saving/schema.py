@@ -102,6 +102,7 @@ PPO_STATE = record(
 ROLLOUT = record(
     seq_id=Count, admission=Count, tokens=list[Count], logprobs=list[float], sampling_logprobs=list[float],
     versions=list[Count], deferrals=Count, finish_clock=Count | None, finish_reason=FinishReason | None,
+    routes=(list[str], []),
 )  # fmt: skip
 
 
