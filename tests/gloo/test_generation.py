@@ -75,6 +75,7 @@ def apply(chunk: Chunk, rollouts: dict[int, Rollout]) -> None:
         rollout.logprobs.extend(row.logprobs)
         rollout.sampling_logprobs.extend(row.sampling_logprobs)
         rollout.versions.extend([row.version] * len(row.tokens))
+        rollout.routes.extend(row.routes)
         rollout.finish_clock, rollout.finish_reason = row.finish_clock, row.finish_reason
 
 
