@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from oppo_megatron.config.model import LoraConfig, TrainingLayoutConfig
+from oppo_megatron.layout.experts import experts_of, ffn_width
 from oppo_megatron.layout.layouts import Sizes, vocab_rows
 from oppo_megatron.layout.memory import FP32
 from oppo_megatron.layout.shape import DTYPE_BYTES, Shape, has_head_norms, head_dim, num_kv_heads
@@ -61,7 +62,13 @@ class Model:
 
     @property
     def ffn(self) -> float:
-        return float(self.shape["intermediate_size"] / self.tp)
+        return float(ffn_width(self.shape, active=True) / self.tp)
+
+    @property
+    def experts(self) -> float:
+        """Experts of a token on this rank, evenly chosen; 0 without any."""
+        experts = experts_of(self.shape)
+        return 0.0 if experts is None else experts.active / self.tp
 
     @property
     def vocab(self) -> int:
@@ -83,11 +90,13 @@ class Model:
         """Elements of a layer that a backward pass needs, and those kept until then.
 
         Inputs and outputs of both norms; rotated queries and keys, values, attention's output; gate, up and their product. Norms
-        of queries and keys also keep the product that values are a view of. Frozen products keep no inputs.
+        of queries and keys also keep the product that values are a view of. Frozen products keep no inputs. Experts also keep a
+        copy of their input, and their product without the router's weight.
         """
         shard, targets = self.shard(train), set(_ALL) if self.lora is None else set(self.lora.projections)
         attention = shard * bool(targets & _ATTENTION) + self.query * ("o_proj" in targets)
         outside = 2 * shard + shard * bool(targets & _GATES) + 2 * self.ffn + self.ffn * ("down_proj" in targets)
+        outside += self.experts * self.hidden + (self.ffn if self.experts else 0)
         if has_head_norms(self.shape):
             outside += self.query + 2 * self.key + (0 if num_kv_heads(self.shape) == self.tp else self.query)
         if self.lora is not None:
@@ -107,10 +116,14 @@ class Model:
         shard, gathered = self.shard(train), self.hidden if train.sequence_parallel else 0
         weights = 0.0 if self.lora is not None else self.hidden * self.ffn
         own = self.ffn if self.lora is None or "down_proj" in self.lora.projections else 0
-        down = tokens * (shard + gathered + self.ffn) + weights
+        pairs, experts = self.experts * self.hidden, experts_of(self.shape)
+        if experts is not None:
+            weights *= experts.count / experts.active
+        down = tokens * (shard + gathered + self.ffn + pairs) + weights
         gates = tokens * (shard + 4 * self.ffn - own)
-        up = tokens * (shard + self.hidden - own) + 2 * weights
-        return max(down, gates, up) * self.width
+        up = tokens * (shard + self.hidden - own + pairs) + 2 * weights
+        sums = 0 if experts is None else tokens * (shard + pairs + experts.active * self.hidden)
+        return max(down, gates, up, sums) * self.width
 
     def loss(self, rows: int) -> float:
         """Bytes from the final norm to the gradient of hidden states."""
@@ -190,7 +203,9 @@ def _in_layers(model: Model, call: Call) -> float:
     adapted = set() if model.lora is None else set(model.lora.projections)
     gates = 6 if adapted & _GATES else 3  # gate and up, and what adapters add to them, and the sum; or silu's result
     own, down, joined = (model.hidden * (3 if name in adapted else 1) for name in ("", "down_proj", "o_proj"))
-    feed_forward = call.tokens * max(own + gates * model.ffn, down + 3 * model.ffn) * width
+    pairs, experts = model.experts * model.hidden, experts_of(model.shape)
+    sums = 0 if experts is None else pairs + experts.active * model.hidden
+    feed_forward = call.tokens * max(own + gates * model.ffn + pairs, down + 3 * model.ffn, own + sums) * width
     leaving = call.tokens * (product + model.query + joined) * width
     if has_head_norms(model.shape):  # product, normed queries and keys, and all concatenated
         leaving = max(leaving, call.tokens * (2 * product + model.query + model.key) * width)

@@ -108,6 +108,7 @@ class AttentionPlan(Protocol):
 
     qkv_format: str
     routing: Any
+    waits: bool  # the host may wait for the device in this call
     cos_T1D: Tensor
     sin_T1D: Tensor
 
@@ -120,6 +121,7 @@ class PackedPlan:
 
     qkv_format = "thd"
     routing: Any = None
+    waits = True
 
     def __init__(self, lengths: Sequence[int], rope: tuple[Tensor, Tensor]):
         cos_LD, sin_LD = rope

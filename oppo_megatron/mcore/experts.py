@@ -100,27 +100,66 @@ def grouped_product(x_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     return torch.cat([*products, x_NI.new_zeros(len(rest), weight_EOI.shape[1])])
 
 
-def mix(x_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor, gate_up: Tensor, down: Tensor, first: int, is_part: bool) -> Tensor:
-    """Sum the outputs of experts `first` to `first + len(down) - 1`; `is_part`: other ranks have the rest."""
+class _Spread(torch.autograd.Function):
+    """x [T, H] -> rows of pairs [N, H]; `place_N`: token x K + choice."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, place_N: Tensor, active: int) -> Tensor:
+        ctx.save_for_backward(place_N)
+        ctx.sizes = len(x_TH), active
+        return x_TH.index_select(0, place_N // active)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NH: Tensor) -> tuple[Tensor, None, None]:
+        return _sums(grad_NH, *ctx.saved_tensors, *ctx.sizes), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """Rows of pairs [N, H] -> their sums [T, H], in an order that does not depend on the device's timing."""
+
+    @staticmethod
+    def forward(ctx: Any, y_NH: Tensor, place_N: Tensor, num_tokens: int, active: int) -> Tensor:
+        ctx.save_for_backward(place_N)
+        ctx.active = active
+        return _sums(y_NH, place_N, num_tokens, active)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor, None, None, None]:
+        (place_N,) = ctx.saved_tensors
+        return grad_TH.index_select(0, place_N // ctx.active), None, None, None
+
+
+def _sums(y_NH: Tensor, place_N: Tensor, num_tokens: int, active: int) -> Tensor:
+    """Rows at place T x K are left out."""
+    all_NH = y_NH.new_zeros(num_tokens * active + 1, y_NH.shape[1]).index_copy_(0, place_N, y_NH)
+    return all_NH[:-1].view(num_tokens, active, -1).sum(1)
+
+
+def mix(
+    x_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor, gate_up: Tensor, down: Tensor, first: int, *, is_part: bool, waits: bool
+) -> Tensor:
+    """Sum the outputs of experts `first` to `first + len(down) - 1`; `is_part`: other ranks have the rest.
+
+    `waits`: let the host wait, so that pairs of others take neither memory nor time.
+    """
     num_tokens, active = chosen_TK.shape
     number_N = (chosen_TK - first).flatten()
     if is_part:
-        number_N = torch.where((number_N >= 0) & (number_N < len(gate_up)), number_N, len(gate_up))  # others' come last
-    sorted_N, order_N = number_N.sort(stable=True)
-    ends_E = torch.searchsorted(sorted_N, torch.arange(len(gate_up), device=x_TH.device), right=True).to(torch.int32)
-    if is_part and torch.is_grad_enabled():
-        order_N = order_N[: int(ends_E[-1])]  # the host waits, so that activations of others' pairs take no memory
-    pairs_NH = x_TH.unsqueeze(1).expand(-1, active, -1).flatten(0, 1).index_select(0, order_N)
-    inner_NF = swiglu(grouped_product(pairs_NH, gate_up, ends_E)) * weights_TK.to(x_TH.dtype).flatten()[order_N].unsqueeze(1)
-    out_NH = grouped_product(inner_NF, down, ends_E)
-    if is_part and not torch.is_grad_enabled():
-        out_NH = torch.where((sorted_N < len(gate_up)).unsqueeze(1), out_NH, 0)
-    all_NH = out_NH.new_zeros(num_tokens * active, x_TH.shape[1]).index_copy(0, order_N, out_NH)
-    return all_NH.view(num_tokens, active, -1).sum(1)
+        number_N = torch.where((number_N >= 0) & (number_N < len(down)), number_N, len(down))  # others' come last
+    sorted_N, place_N = number_N.sort(stable=True)
+    ends_E = torch.searchsorted(sorted_N, torch.arange(len(down), device=x_TH.device), right=True).to(torch.int32)
+    if is_part and waits:
+        place_N = place_N[: int(ends_E[-1])]
+    share_N1 = weights_TK.to(x_TH.dtype).flatten().index_select(0, place_N).unsqueeze(1)
+    out_N = swiglu(grouped_product(_Spread.apply(x_TH, place_N, active), gate_up, ends_E)) * share_N1  # by one name: freed soon
+    out_N = grouped_product(out_N, down, ends_E)
+    if is_part and not waits:  # rows of others are arbitrary
+        place_N = torch.where(sorted_N < len(down), place_N, num_tokens * active)
+    return _Collect.apply(out_N, place_N, num_tokens, active)
 
 
 class ExpertMLP(torch.nn.Module):
-    routing: Routing | None = None  # of the call
+    plan: Any = None  # of the call
 
     def __init__(self, config: TransformerConfig, experts: Experts, group: dist.ProcessGroup, layer: int):
         super().__init__()
@@ -137,7 +176,7 @@ class ExpertMLP(torch.nn.Module):
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
         x_TH, group = hidden.squeeze(1), self.group
-        chosen_TK, weights_TK = self._route(x_TH, self.routing)
+        chosen_TK, weights_TK = self._route(x_TH, self.plan.routing)
         if self._in_shards:
             chosen_TK, weights_TK, x_TH = (
                 gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
@@ -145,7 +184,7 @@ class ExpertMLP(torch.nn.Module):
             )
         elif self.is_part:  # the sum of the ranks' gradients
             weights_TK, x_TH = (copy_to_tensor_model_parallel_region(x, group=group) for x in (weights_TK, x_TH))
-        out_TH = mix(x_TH, chosen_TK, weights_TK, self.gate_up, self.down, self.first, self.is_part)
+        out_TH = self._mix(x_TH, chosen_TK, weights_TK, self.plan)
         if self._in_shards:
             out_TH = reduce_scatter_to_sequence_parallel_region(out_TH, group=group)
         elif self.is_part:
@@ -162,10 +201,13 @@ class ExpertMLP(torch.nn.Module):
             routing.taken.append(chosen_TK)
         return chosen_TK, weights_TK
 
-    def part(self, x_TH: Tensor, routing: Routing | None) -> Tensor:
+    def _mix(self, x_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor, plan: Any) -> Tensor:
+        held = self.gate_up, self.down, self.first
+        return mix(x_TH, chosen_TK, weights_TK, *held, is_part=self.is_part, waits=plan.waits)
+
+    def part(self, x_TH: Tensor, plan: Any) -> Tensor:
         """Return this rank's part of the sum, of hidden states that all ranks have (cached calls)."""
-        chosen_TK, weights_TK = self._route(x_TH, routing)
-        return mix(x_TH, chosen_TK, weights_TK, self.gate_up, self.down, self.first, self.is_part)
+        return self._mix(x_TH, *self._route(x_TH, plan.routing), plan)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: Mapping[str, Any] | None = None
@@ -195,5 +237,7 @@ class ExpertLayer(TransformerLayer):
         self.mlp = ExpertMLP(config, experts, pg_collection.tp, self.layer_number - 1)
 
     def forward(self, *args: Any, packed_seq_params: Any, **kwargs: Any) -> Any:
-        self.mlp.routing = packed_seq_params.routing  # here, because a layer that is computed again comes here again
-        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        self.mlp.plan = packed_seq_params  # here, because a layer that is computed again comes here again
+        out = super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        self.mlp.plan = None  # release it
+        return out

@@ -92,7 +92,7 @@ class _FusedLayer:
 
     def transform(self, x_TH: Tensor, plan: CachedPlan) -> Tensor:
         if self.experts is not None:
-            return self.experts.part(x_TH, plan.routing)
+            return self.experts.part(x_TH, plan)
         gate, up = self.gate_up(x_TH).chunk(2, dim=-1)
         return self.down(F.silu(gate).mul_(up))
 

@@ -13,6 +13,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from oppo_megatron.layout.experts import experts_of, ffn_width
 from oppo_megatron.layout.shape import Shape, head_dim, head_linear, layer_weights, num_kv_heads
 from oppo_megatron.sim.clusters.cluster import MIB, Between, Cluster, Gpu, Source, published
 
@@ -24,7 +25,10 @@ WIDTH = 2
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """Values on a tensor rank: `weights` of products; per token, `moved` by them, `inner` in rotations and activation."""
+    """Values on a tensor rank: `weights` of a token's products; per token, `moved` by them, `inner` in rotations and activation.
+
+    `others`: weights of the experts that a token leaves out; `skipped`: share of the experts that it leaves out.
+    """
 
     weights: float
     moved: float
@@ -32,26 +36,34 @@ class LayerSizes:
     inner: float
     queries: float
     keys: float
+    others: float = 0.0
+    skipped: float = 0.0
 
     @classmethod
     def of(cls, shape: Shape, tp: int) -> LayerSizes:
-        hidden, ffn = shape["hidden_size"], shape["intermediate_size"]
+        hidden, ffn, experts = shape["hidden_size"], ffn_width(shape, active=True), experts_of(shape)
+        active = 0 if experts is None else experts.active
+        others = 3 * hidden * (ffn_width(shape) - ffn)
         query = shape["num_attention_heads"] * head_dim(shape)
         key = num_kv_heads(shape) * head_dim(shape)
         return cls(
-            weights=layer_weights(shape) / tp,
-            moved=4 * hidden + (2 * query + 2 * key + 3 * ffn) / tp,
+            weights=(layer_weights(shape) - others) / tp,
+            moved=4 * hidden + (2 * query + 2 * key + 3 * ffn + 2 * active * hidden) / tp,
             hidden=hidden,
-            inner=(2 * (query + key) + 3 * ffn) / tp,
+            inner=(2 * (query + key) + 3 * ffn + 6 * active * hidden) / tp,  # each expert's input is copied, and output summed
             queries=query / tp,
             keys=2 * key / tp,
+            others=others / tp,
+            skipped=0.0 if experts is None else 1 - experts.active / experts.count,
         )
 
     def product_flops(self, tokens: Number) -> Number:
         return 2 * self.weights * tokens
 
     def product_bytes(self, tokens: Number) -> Number:
-        return WIDTH * (self.weights + self.moved * tokens)
+        """Tokens choose their experts evenly and independently."""
+        read = self.weights + self.others * (1 - self.skipped ** (tokens - 1)) if self.others else self.weights
+        return WIDTH * (read + self.moved * tokens)
 
     def elementwise_bytes(self, tokens: Number, *, sums: int = 2, hidden_share: float = 1.0) -> Number:
         """Two norms, `sums` of two tensors, rotations and activation; this rank has `hidden_share` of hidden values."""

@@ -28,6 +28,14 @@ SHAPES = {
     "1B, one key head": _llama(2048, 24, 16, 1, 5504),
     "2B, a key head each": _qwen("qwen3", 2048, 24, 16, 16, 6144, True),
     "1.5B": _qwen("qwen2", 1536, 28, 12, 2, 8960, True),
+    "30B, experts": _qwen("qwen3_moe", 2048, 48, 32, 4, 6144, False)
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
     "8B": _llama(4096, 32, 32, 8, 14336),
     "32B": _qwen("qwen3", 5120, 64, 64, 8, 25600, False),
     "70B": _llama(8192, 80, 64, 8, 28672),
@@ -87,6 +95,7 @@ QUICK = {
     "8B critic, last of 4 stages": Layout("8B", 2, 4, 2, "critic", -1, layers=4, rows=2, train={"recompute": "selective"}),
     "8B reference, paged": Layout("8B", 4, 2, role="reference", stage=-1, layers=2, rows=16, kv="paged"),
     "1B critic, one key head": Layout("1B, one key head", role="critic", layers=2, rows=3, train={"recompute": "full"}),
+    "30B, experts": Layout("30B, experts", layers=2, rows=4, tokens=4096),
     "8B, long prompts, one adapter": Layout(
         "8B", 8, layers=2, rows=8, prompt=976, response=48, lora=LORA | {"targets": ["down_proj"]}, train=PARALLEL
     ),
