@@ -55,6 +55,25 @@ def test_layers_of_models(gpu: str, models: tuple[str, ...], most_products: floa
     assert products < most_products and elementwise < most_elementwise
 
 
+def test_tokens_share_the_experts_that_they_read() -> None:
+    """Operations are those of a token's experts, bytes those of all that some token chose; tensor ranks divide both."""
+    shape = {
+        "model_type": "qwen3_moe", "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+    }  # fmt: skip
+    attention, expert = (2 * 32 + 2 * 4) * 128 * 2048, 3 * 2048 * 768
+    dice = np.random.default_rng(1)
+    for tp in (1, 4):
+        sizes = LayerSizes.of(shape, tp)
+        assert sizes.product_flops(5) == 2 * 5 * (attention + 8 * expert) / tp
+        for tokens in (1, 7, 64):
+            chosen = [len({int(e) for _ in range(tokens) for e in dice.choice(128, 8, replace=False)}) for _ in range(200)]
+            weights = sizes.product_bytes(tokens) / 2 - sizes.moved * tokens
+            assert weights == pytest.approx((attention + float(np.mean(chosen)) * expert) / tp, rel=0.01)
+    dense = LayerSizes.of(shape | {"model_type": "qwen3"}, 1)
+    assert dense.others == 0 and dense.product_bytes(9) / 2 - 9 * dense.moved == attention + 3 * 2048 * 6144
+
+
 def line_of(gpu: str, operation: str, ranks: int) -> Line:
     found = INSIDE[gpu].send if operation == "send_recv" else INSIDE[gpu].of_ranks(ranks)
     assert isinstance(found, Line)

@@ -39,6 +39,7 @@ SMALL = {
     "model_type": "llama", "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 4,
     "num_attention_heads": 16, "num_key_value_heads": 2, "max_position_embeddings": 4096,
 }  # fmt: skip
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 768}
 NETWORK = Between(19e-6, 50e9, 8, published("a test"))
 CLUSTER = Cluster(2, 2, GPUS["h100"], INSIDE["h100"], NETWORK)
 LENGTHS = [20 * i + 1 for i in range(32)]
@@ -71,13 +72,14 @@ KINDS: Mapping[str, dict[str, Any]] = {
     "adapters": {"actor": {"init": SMALL, "lora": {"rank": 8}}, "critic": {"init": SMALL, "lora": {"rank": 8}}},
     "a larger reward model": {"reward": {"init": SMALL | {"num_hidden_layers": 16}}},
     "little memory for caches": {"runtime": {"device": "cpu", "dtype": "bfloat16", "kv_cache_mb": 256}},
+    "experts": {role: {"init": SMALL | EXPERTS} for role in ("actor", "critic", "reward")},
     "woven": {"overlap": {"schedule": "woven"}},
     "continuous": {"critic": None, "algorithm": {"preset": "grpo"}, "filter": None,
         "overlap": {"continuous": {}, "max_staleness": 1},
         "rollout": {"batch_size": 32, "group_size": 4, "max_response_tokens": 1024}},
     "continuous with a critic": {"overlap": {"continuous": {"install": "pause", "lag_steps": 64}, "max_staleness": 2}},
 }  # fmt: skip
-OFTEN = ("a reference of its own", "grpo", "adapters", "continuous")
+OFTEN = ("a reference of its own", "grpo", "adapters", "continuous", "experts")
 
 
 @pytest.mark.parametrize("kind", [each if each in OFTEN else pytest.param(each, marks=pytest.mark.long) for each in KINDS])
