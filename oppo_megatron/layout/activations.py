@@ -203,9 +203,10 @@ def _in_layers(model: Model, call: Call) -> float:
     adapted = set() if model.lora is None else set(model.lora.projections)
     gates = 6 if adapted & _GATES else 3  # gate and up, and what adapters add to them, and the sum; or silu's result
     own, down, joined = (model.hidden * (3 if name in adapted else 1) for name in ("", "down_proj", "o_proj"))
-    pairs, experts = model.experts * model.hidden, experts_of(model.shape)
-    sums = 0 if experts is None else pairs + experts.active * model.hidden
-    feed_forward = call.tokens * max(own + gates * model.ffn + pairs, down + 3 * model.ffn, own + sums) * width
+    feed_forward = call.tokens * max(own + gates * model.ffn, down + 3 * model.ffn) * width
+    if (experts := experts_of(model.shape)) is not None:  # the host does not wait to leave out pairs of other ranks
+        inputs, ffn = experts.active * model.hidden, model.ffn * model.tp
+        feed_forward = call.tokens * (model.hidden + max(inputs + 3 * ffn, 2 * inputs)) * width
     leaving = call.tokens * (product + model.query + joined) * width
     if has_head_norms(model.shape):  # product, normed queries and keys, and all concatenated
         leaving = max(leaving, call.tokens * (2 * product + model.query + model.key) * width)

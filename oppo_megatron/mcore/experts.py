@@ -32,6 +32,7 @@ from torch import Tensor
 
 from oppo_megatron.layout.experts import Experts
 from oppo_megatron.layout.shape import ModelShape
+from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.layers import swiglu, tag_parameter
 
 SAVED = {"router": "router.weight", "gate_up": "experts.experts.linear_fc1.weight", "down": "experts.experts.linear_fc2.weight"}
@@ -74,7 +75,7 @@ def replay(routes: Sequence[str], rows_R: Tensor, num_tokens: int, shape: ModelS
     content = bytearray(b64decode("".join(route or free for route in routes)))
     of_rows = torch.frombuffer(content, dtype=torch.uint8).view(-1, size)[:, : layers * active].reshape(-1, layers, active)
     given_TLK = torch.full((num_tokens, layers, active), ANY, dtype=torch.uint8, device=rows_R.device)
-    return Routing(given_TLK.index_copy(0, rows_R, of_rows.to(rows_R.device)))
+    return Routing(given_TLK.index_copy(0, rows_R, on_device(of_rows, rows_R.device)))
 
 
 def choose(logits_TE: Tensor, experts: Experts, given_TK: Tensor | None = None) -> tuple[Tensor, Tensor]:

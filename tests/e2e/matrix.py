@@ -195,7 +195,7 @@ FEATURES: dict[str, Feature] = {
         roles(EXPERTS, DEEP | {"model_type": "mixtral", "num_local_experts": 4}) | overcommitted(3), has_experts,
         soon=("TP2 | PP2",), stops="TP2 | PP2"),
     "experts, in groups": Feature(
-        grouped("grpo", 4, steps=3, actor={"init": EXPERTS, "optimizer": STEADY_ADAM}), has_experts, soon=("PP2, woven",)),
+        grouped("grpo", 4, steps=3, actor={"init": EXPERTS, "optimizer": STEADY_ADAM}), has_experts),
     "odd vocabulary": Feature(  # which tensor ranks do not divide
         roles(DEEP | {"vocab_size": 283, "tie_word_embeddings": True}, DEEP | {"vocab_size": 283}),
         lambda outcome: max(max(tokens) for tokens in outcome.tokens().values()) >= 142, soon=("TP2",)),

@@ -172,7 +172,7 @@ def test_rounds_are_the_same_whenever_tokens_are_read(
 
 @pytest.mark.parametrize(("family", "changes", "ways"), [
     pytest.param("qwen3", {"vocab_size": 67}, WAYS[1:2], id="odd vocabulary", marks=pytest.mark.long),
-    pytest.param("mixtral", {}, WAYS[:2], id="experts"),
+    pytest.param("mixtral", {}, WAYS[:2], id="experts", marks=pytest.mark.long),
     pytest.param("mistral", {"sliding_window": 5}, WAYS[:2], id="sliding window", marks=pytest.mark.long),
     pytest.param("mistral", {"sliding_window": 1}, WAYS[1:2], id="a window of one token", marks=pytest.mark.long),
 ])  # fmt: skip

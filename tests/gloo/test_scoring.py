@@ -322,7 +322,7 @@ def cached_against_full(directories: dict[str, str], tp: int, pp: int, num_steps
 
 
 NUM_STEPS = 40
-DIFFERENT, ALIKE = ("qwen2", "mistral", "mixtral", "qwen3-scalar"), ("qwen3", "llama", "qwen3-moe-scalar")
+DIFFERENT, ALIKE = ("qwen2", "mistral", "qwen3-scalar"), ("qwen3", "llama", "mixtral")
 """Models; of those that are alike each is tested on parallel groups at length alone."""
 
 

@@ -179,12 +179,11 @@ def test_steps_equal_plain_torch(models: dict[str, str], case: Case, tmp_path: P
         check(answers, name, expected, tmp_path, case.tp * case.dp)
 
 
-@pytest.mark.parametrize(
-    "case", [
-        Case(1, 1, 1), Case(2, 2, 1, SEQUENCE | FULL), Case(2, 1, 2),
-        *[pytest.param(case, marks=pytest.mark.long) for case in (Case(1, 1, 4), Case(2, 1, 1), Case(2, 1, 2, SEQUENCE))],
-    ], ids=case_id,
-)  # fmt: skip
+EXPERTS = [Case(2, 2, 1, SEQUENCE | FULL), Case(2, 1, 2)]
+MORE = [Case(1, 1, 1), Case(1, 1, 4), Case(2, 1, 1), Case(2, 1, 2, SEQUENCE)]
+
+
+@pytest.mark.parametrize("case", [*EXPERTS, *[pytest.param(case, marks=pytest.mark.long) for case in MORE]], ids=case_id)
 def test_steps_with_experts_equal_plain_torch(models: dict[str, str], case: Case, tmp_path: Path) -> None:
     names = ("mixtral", "qwen3-moe", "qwen3-moe-scalar")
     answers = run_case({name: models[name] for name in names}, case, tmp_path)

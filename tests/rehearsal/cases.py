@@ -5,6 +5,7 @@ from typing import Any
 
 from tests.support.ppo import SHAPE
 
+EXPERTS = SHAPE | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LORA = {"rank": 4, "targets": ["q_proj", "v_proj"]}
 
 
@@ -60,6 +61,8 @@ CASES = {
     "trained on another rank meanwhile": Case(3,
         {"placement": {"mode": "disaggregated"}, "actor.train": {"ranks": "2"}, "overlap.continuous": {"lag_steps": 4},
         "overlap.carry": "redraw"}),
+    "experts": Case(1, {"actor.init": EXPERTS, "critic.init": EXPERTS}),
+    "experts, tp 2": on_two({"tp": 2}, **{"actor.init": EXPERTS, "actor.train": {"sequence_parallel": True}}),
     "remax": Case(2, WITHOUT_CRITIC | {"algorithm": {"preset": "remax"}, "placement": {"mode": "disaggregated"}}),
     "pairs": Case(1, PAIRS), "pairs, dp 2": on_two({"dp": 2}, **PAIRS),
     "dpo": Case(1, {"dpo": {"loss": "sigmoid", "nll": 0.1}}, "dpo"), "sft, tp 2": Case(2, {"parallel": {"tp": 2}}, "sft"),

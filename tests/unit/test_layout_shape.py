@@ -236,6 +236,16 @@ def test_misfits_of_layout_use_and_vocabulary_come_at_once(train_settings: dict[
         assert expected in text
 
 
+def test_experts_take_no_adapters(train_settings: dict[str, Any]) -> None:
+    experts = {"init": {**QWEN, **QWEN_MOE}}
+    del train_settings["actor"]["checkpoint"]
+    for lora, expected in (({"targets": ["q_proj", "v_proj"]}, 0), ({}, 1), ({"targets": ["o_proj", "up_proj"]}, 1)):
+        train_settings["actor"] |= experts | {"lora": {"rank": 2} | lora}
+        found = [problem for problem in problems_of(train_settings) if problem.startswith("actor.lora.targets: ")]
+        assert len(found) == expected
+        assert not found or found[0].endswith("set it to some of q_proj, k_proj, v_proj, o_proj")
+
+
 def test_settings_files_and_shapes_are_reported_together(train_settings: dict[str, Any], tmp_path: Path) -> None:
     problems = problems_of({**train_settings, "placement": {"scorer": {"pp": 3}}})
     assert [problem.split(":")[0] for problem in problems] == ["reference", "critic", "reward"], "in the scorers' layout"

@@ -201,7 +201,7 @@ class Cache(Protocol):
 class CachedPlan(ABC):
     qkv_format = "thd"
     routing: Any = None
-    waits = True
+    waits = False
     places: Places
 
     def __init__(self, cache: Cache, pos_T: Tensor, longest: int):
@@ -302,8 +302,6 @@ class CallPlan(CachedPlan):
 
 class StepPlan(CachedPlan):
     """A decode step of one token per row, at positions that only the device knows, all below `reach`."""
-
-    waits = False
 
     def __init__(self, cache: Cache, places: Places, position_B: Tensor, reach: int):
         super().__init__(cache, position_B, reach)
