@@ -16,7 +16,7 @@ EXPECTED: dict[Wait, tuple[int, str]] = {
     ("update", "read", "mcore/training.py _checked_step"): (1, "update"),
     ("update", "read", "mcore/training.py read_reports"): (1, "update"),
     # experts that tensor ranks share: the tokens of this rank's, in each of two layers of a micro-batch
-    **{(phase, "read", "mcore/experts.py mix"): (12, "update") for phase in ("update", "ahead", "rest")},
+    **{(phase, "read", "mcore/experts.py mix"): (12, "update") for phase in ("update", "ahead")},
     ("move", "synchronize", "mcore/weights/weight_sync.py move"): (1, "move"),
     # weights that come while others decode, in a thread of their own, and the checksum of all
     ("move", "synchronize", "mcore/weights/weight_sync.py _complete"): (1, "move"),
