@@ -203,8 +203,7 @@ class ExpertMLP(torch.nn.Module):
         return chosen_TK, weights_TK
 
     def _mix(self, x_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor, plan: Any) -> Tensor:
-        held = self.gate_up, self.down, self.first
-        return mix(x_TH, chosen_TK, weights_TK, *held, is_part=self.is_part, waits=plan.waits)
+        return mix(x_TH, chosen_TK, weights_TK, self.gate_up, self.down, self.first, is_part=self.is_part, waits=plan.waits)
 
     def part(self, x_TH: Tensor, plan: Any) -> Tensor:
         """Return this rank's part of the sum, of hidden states that all ranks have (cached calls)."""
