@@ -196,8 +196,8 @@ class RowOrder:
             # Differences of rounded sums: for shares of at least one row, none is negative.
             begin, end = (math.ceil(k * self._ends[place + 1]) - math.ceil(k * self._ends[place]) for k in (number, number + 1))
             passes = range(begin // num_rows, -(-end // num_rows))
-            given = np.concatenate([epoch_order(num_rows, self._seed, each, self._shuffle, 1 + place) for each in passes])
-            drawn = given[begin - passes.start * num_rows : end - passes.start * num_rows]
+            given = [epoch_order(num_rows, self._seed, each, self._shuffle, 1 + place) for each in passes]
+            drawn = np.concatenate([np.arange(0), *given])[begin - passes.start * num_rows : end - passes.start * num_rows]
             slots.append(first + (np.sort(drawn) if self._shuffle else drawn))
             first += num_rows
         rows = np.concatenate(slots)

@@ -219,6 +219,19 @@ def test_lengths_by_file_and_the_steps_of_an_epoch(show: Run, tmp_path: Path) ->
         assert f"an epoch: {-(-num_rows // 4)} optimizer steps" in out and f" {total} in all" in out
 
 
+def test_held_out_rows_have_no_weights(show: Run, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n:02}", "completion": "b"} for n in range(16)]
+    for name, own in ("a", rows[:8]), ("b", rows[8:]):
+        write_rows(tmp_path, *own).rename(tmp_path / f"{name}.jsonl")
+    files = ["a.jsonl", {"path": "b.jsonl", "weight": 2}]
+    out = show("sft", rows, evaluation={"fraction": 0.5}, data={"path": files})
+    table = {(split, file): cells for split, file, *cells in (line.split() for line in out.splitlines() if ".jsonl  " in line)}
+    held = [table["heldout", f"{name}.jsonl"] for name in "ab"]
+    assert table["train", "b.jsonl"][1] == "2" and len(table) == 4
+    assert [cells[1] for cells in held] == ["1", "1"], "all rows are equally long"
+    assert [cells[-1] for cells in held] == [f"{int(cells[0]) / 8:.2f}" for cells in held]
+
+
 def test_rows_that_are_not_there_are_refused(show: Run, capsys: pytest.CaptureFixture[str]) -> None:
     rows = [{"prompt": "a", "completion": "b"}] * 4
     show("sft", rows)

@@ -319,7 +319,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no file": ({"models": {"actor": "absent.json"}}, "absent.json"),
     "scalar": ({"models": {"actor": {"init": SHAPE, "scalar": True}}}, "has a scalar head; name a language model"),
     "context": ({"prompt_tokens": 9000}, "max_position_embeddings"),
-    "derived": ({"run": {"actor": {}}}, "run has actor, but these sections follow from the dataflow"),
+    "derived": ({"run": {"actor": {}}}, "run has actor, but these settings follow from the dataflow"),
+    "derived key": ({"run": {"ppo": {"minibatches": 3}}}, "run has ppo.minibatches, but these settings follow"),
+    "a move's name": ({"calls": [ROLLOUT | {"name": "weights for me"}]}, "names that begin with `weights for ` are those"),
+    "samples": ({"calls": [ROLLOUT, SCORE | {"model": "actor", "samples": 2}]}, "has samples, which only a generate call may"),
     "run": ({"run": {"runtime": {"micro_batch": 3}}}, "run: `runtime.micro_batch` is not a setting"),
     "key": ({"batches": 3}, "did you mean `batch`?"),
 }  # fmt: skip
@@ -332,6 +335,43 @@ def test_mistakes_are_named_with_a_remedy(mistake: str, folder: Path, capsys: py
     assert main(PLAN) == 2
     err = capsys.readouterr().err
     assert message in err and "Traceback" not in err
+
+
+PRESET = [ROLLOUT, SCORE, UPDATE | {"inputs": ["responses", "scores"]}]
+
+
+def test_settings_of_a_run_are_checked_as_such(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for key, given in ("data", "rows.jsonl"), ("ppo", None):
+        (folder / "flow.yaml").write_text(yaml.safe_dump(tree(PRESET, run=RUN | {key: given})))
+        assert main(PLAN) == 2
+        assert f"run: `{key}` is {given!r}, but must be a section of keys" in capsys.readouterr().err
+
+
+def test_settings_of_the_algorithm_keep_the_preset_and_another_plan_is_removed(folder: Path) -> None:
+    algorithm = {"reduction": "sequence_mean"}
+    (folder / "flow.yaml").write_text(
+        yaml.safe_dump(tree([ROLLOUT | {"samples": 4}, *PRESET[1:]], run=RUN | {"algorithm": algorithm}))
+    )
+    assert main(PLAN) == 0
+    planned = load_config(TrainConfig, "out/plan.yaml").algorithm
+    assert (planned.preset, planned.reduction) == ("grpo", "sequence_mean")
+    (folder / "flow.yaml").write_text(yaml.safe_dump(tree([ROLLOUT])))
+    assert main(PLAN) == 0 and not (folder / "out/plan.yaml").exists()
+
+
+def test_a_model_needs_the_context_of_its_own_calls_only() -> None:
+    short = SHAPE | {"max_position_embeddings": 128}
+    given = tree([ROLLOUT, SCORE | {"response_tokens": 512}])
+    given["models"]["actor"]["init"] = short
+    assert Dataflow.model_validate(given).problems() == []
+    given["models"]["reward"]["init"] = short
+    assert "models.reward" in " ".join(Dataflow.model_validate(given).problems())
+
+
+def test_a_search_without_time_is_no_lack_of_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "flow.yaml").write_text(yaml.safe_dump(tree(PRESET, batch=2**15)))
+    assert main([*PLAN[:-1], "1"]) == 2
+    assert "raise --seconds from 1" in capsys.readouterr().err
 
 
 def test_too_little_memory_is_an_error(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

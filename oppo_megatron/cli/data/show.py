@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, cycle
+from operator import mul
 from typing import Any, NamedTuple
 
 from oppo_megatron.cli.lengths import even_lengths
@@ -151,10 +152,11 @@ def by_file(reading: Reading) -> list[dict[str, Any]]:
     aside = Counter(entry["file"] for entry in reading.quarantine.entries)
     for split, (rows, origins) in reading.splits.items():
         files: dict[tuple[str, float], list[int]] = {}
+        weights = [origin.source.weight if split == "train" else 1.0 for origin in origins]
         for place, origin in enumerate(origins):
-            files.setdefault((origin.place.rpartition(":")[0], origin.source.weight), []).append(place)
+            files.setdefault((origin.place.rpartition(":")[0], weights[place]), []).append(place)
         lengths = [reading.num_tokens(row) for row in rows]
-        total = sum(length * origin.source.weight for length, origin in zip(lengths, origins, strict=True))
+        total = sum(map(mul, lengths, weights))
         for (file, weight), places in files.items():
             own, num_rows = sorted(lengths[place] for place in places), len(places)
             cells = split, file, num_rows, f"{weight:g}", aside.pop(file, 0), sum(origins[place].is_cut for place in places)

@@ -58,11 +58,14 @@ def run(args: argparse.Namespace) -> int:
         machine, roles, plans = threaded(cluster, cluster.num_ranks, 0), flow.roles(), list[Plan]()
         prices = FlowPrices(flow, machine, lengths.even_lengths, args.margin, lengths.length_settings(args) or {})
         config = None if isinstance(roles, str) else _run_config(prices, *roles)
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "plan.yaml").unlink(missing_ok=True)  # another dataflow's
         end, doing[0] = time.monotonic() + args.seconds, "pricing layouts"
         tell = partial(doing.__setitem__, 0)
         if (plan := FlowSearch(prices, is_over=lambda: time.monotonic() > end, tell=tell).find()) is None:
             where = f"{cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name} (margin {args.margin:g})"
-            raise ConfigError(f"no placement of all calls was found in {args.seconds} s on {where}; {REMEDY}")
+            remedy = f"raise --seconds from {args.seconds}" if time.monotonic() > end else REMEDY
+            raise ConfigError(f"no placement of all calls was found on {where}; {remedy}")
         if config is not None:
             doing[0] = "searching ranks and layouts of a run's roles"
             task = Task(config, cluster, lengths.even_lengths(config), args.margin, prompt=flow.prompt_tokens)
@@ -73,7 +76,6 @@ def run(args: argparse.Namespace) -> int:
     print(format_table(COLUMNS, record["events"]), f"{plan.step_ns / 1e9:.3g} s per step; {searched}", sep="\n")
     print(f"the fullest rank holds {plan.fullest_bytes / 1e9:.1f} GB; a margin of {args.margin:.0%} stays free")
     print(*(f"{name}: {source}" for name, source in record["constants"].items()), sep="\n")
-    args.out.mkdir(parents=True, exist_ok=True)
     write_json(args.out / "flow.json", record)
     placement = {each["name"]: {key: each[key] for key in PLACED if key in each} for each in record["events"] if "model" in each}
     (args.out / "placement.yaml").write_text(yaml.safe_dump({"calls": placement}, sort_keys=False), encoding="utf-8")
@@ -98,7 +100,7 @@ def _run_config(prices: FlowPrices, preset: str, roles: Mapping[str, str]) -> Tr
         flow.trainers[models["actor"]],
     )
     work = rollout.model_copy(update={"minibatches": update.minibatches})
-    config = prices.run(work, models, {"algorithm": {"preset": preset}} | flow.run, group_size=rollout.samples, **prices.rollout)
+    config = prices.run(work, models, {"algorithm": {"preset": preset}}, flow.run, group_size=rollout.samples, **prices.rollout)
     lengths.check_lengths(config)
     if problems := check_train(config, inputs=False, models=False):
         raise ConfigError([f"run: {problem}" for problem in problems])

@@ -13,8 +13,12 @@ from oppo_megatron.config.model import ModelConfig
 from oppo_megatron.layout.shape import check_use, is_classifier
 from oppo_megatron.modeldir.headers import read_hf_config
 
-DERIVED = ("actor", "critic", "reference", "reward", "placement", "rollout", "overlap")
-"""Sections of `oppo train` that follow from a dataflow."""
+DERIVED = (
+    "actor", "critic", "reference", "reward", "placement", "rollout", "overlap", "data.max_prompt_tokens", "ppo.minibatches",
+)  # fmt: skip
+"""Settings of `oppo train` that follow from a dataflow."""
+MOVE = "weights for "
+"""Beginning of the name of a move."""
 ROLES = (
     "It has one policy that answers the prompts (in ReMax once more, greedily), at most one reference, reward model and critic, "
     "which read prompts and responses once for the policy's update, and updates of policy and critic; all of one size"
@@ -92,13 +96,14 @@ class Dataflow(Section):
         """Return everything that is wrong with models, calls and their links."""
         if found := list(self._rules()):
             return found
-        longest = max(sum(self.tokens(call)) for call in self.calls)
-        each = [check_use(f"models.{name}", read_hf_config(model), longest, None) for name, model in self.models.items()]
+        longest = {name: max((sum(self.tokens(call)) for call in self.calls_of(name)), default=1) for name in self.models}
+        each = [check_use(f"models.{name}", read_hf_config(model), longest[name], None) for name, model in self.models.items()]
         return [problem for problems in each for problem in problems]
 
     def _rules(self) -> Iterator[str]:
-        if taken := [key for key in DERIVED if key in self.run]:
-            yield f"run has {', '.join(taken)}, but these sections follow from the dataflow; remove them"
+        inner = [f"{key}.{each}" for key, own in self.run.items() if isinstance(own, Mapping) for each in own]
+        if taken := [key for key in DERIVED if key in (*self.run, *inner)]:
+            yield f"run has {', '.join(taken)}, but these settings follow from the dataflow; remove them"
         for name, model in self.models.items():
             yield from model.rules(f"models.{name}")
             if sum(call.kind == "train" for call in self.calls_of(name)) > 1:
@@ -119,9 +124,14 @@ class Dataflow(Section):
                 yield f"{where}: input `{each}` is not known; there are {', '.join([*self.data, *made])}"
             if bool(call.outputs) == (call.kind == "train"):
                 yield f"{where} makes {'weights only; remove its outputs' if call.outputs else 'nothing; name its outputs'}"
-            for key in ("samples", "minibatches"):
-                if self.batch % (parts := getattr(call, key)):
-                    yield f"{where}: {key} {parts} does not divide a batch of {self.batch}; change one of them"
+            if call.name.startswith(MOVE):
+                yield f"{where}: names that begin with `{MOVE}` are those of moves of weights; rename it"
+            for key, kind in (("samples", "generate"), ("greedy", "generate"), ("minibatches", "train")):
+                value = getattr(call, key)
+                if call.kind != kind and value != Call.model_fields[key].default:
+                    yield f"{where} has {key}, which only a {kind} call may have; remove it"
+                elif self.batch % (value or 1):
+                    yield f"{where}: {key} {value} does not divide a batch of {self.batch}; change one of them"
         try:
             TopologicalSorter(self.parents).prepare()
         except CycleError as error:

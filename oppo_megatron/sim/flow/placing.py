@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from oppo_megatron.sim.flow.dataflow import MOVE
 from oppo_megatron.sim.flow.prices import Choice, FlowPrices
 from oppo_megatron.sim.laws import Floats, Ints
 from oppo_megatron.sim.search.blocks import Block
@@ -145,7 +146,7 @@ class FlowSearch:
                 source, users = placed[call.name], self.prices.flow.calls_of(call.model)
                 targets = {placed[user.name].where: user.name for user in reversed(users)}
                 for place, user in enumerate(targets.values(), start=len(calls)):
-                    if placed[user].where != source.where and (name := f"weights for {user}") not in ends:
+                    if placed[user].where != source.where and (name := MOVE + user) not in ends:
                         ranks = np.union1d(self.ranks[source.block], self.ranks[placed[user].block])
                         time_ns = self.move_ns(call.model, source, placed[user])
                         yield ends[call.name], place, name, [(ranks, [(time_ns, None)])]

@@ -61,15 +61,16 @@ class FlowPrices:
         sizes = [n for n in block_sizes(self.cluster.nodes, per_node, [1]) if n >= per_node or n & (n - 1) == 0]
         return [Block(first, n) for n in reversed(sizes) for first in part_starts(every, n, per_node)]
 
-    def run(self, call: Call, roles: Mapping[str, str], given: Mapping[str, Any], **rollout: Any) -> TrainConfig:
+    def run(self, call: Call, roles: Mapping[str, str], *given: Mapping[str, Any], **rollout: Any) -> TrainConfig:
         """A run with the sizes of `call`, phase after phase on one rank.  `roles`: their models.  Raises ConfigError."""
         (prompt, response), dtype = self.flow.tokens(call), "float32" if self.cluster.gpu.on_cpu else "bfloat16"
         runtime = {"dtype": dtype, "micro_batch_tokens": 8192}
         rollout |= {"batch_size": self.flow.batch, "max_response_tokens": response}
         ppo = {"minibatches": call.minibatches} | ({} if "reference" in roles else {"kl": {"mode": "none"}})
-        paths: dict[str, Any] = {"run_dir": "runs/flow", "tokenizer": {"path": "tokenizer"}, "data": {"path": "prompts.jsonl"}}
-        tree = {**paths, "runtime": runtime, "rewards": [{"kind": "model"}]}
-        for own in (given, {"data": {"max_prompt_tokens": prompt}, "rollout": rollout, "ppo": ppo}):
+        data = {"path": "prompts.jsonl", "max_prompt_tokens": prompt}
+        tree: dict[str, Any] = {"run_dir": "runs/flow", "tokenizer": {"path": "tokenizer"}, "data": data, "rollout": rollout}
+        tree |= {"ppo": ppo, "runtime": runtime, "rewards": [{"kind": "model"}]}
+        for own in given:
             tree |= {key: {**tree.get(key, {}), **value} if isinstance(value, Mapping) else value for key, value in own.items()}
         tree |= {role: self.flow.models[name].model_dump(include={"checkpoint", "init"}) for role, name in roles.items()}
         tree |= {"placement": {"mode": "single"}, "overlap": {"intra": False, "inter": False}}
