@@ -321,7 +321,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "context": ({"prompt_tokens": 9000}, "max_position_embeddings"),
     "derived": ({"run": {"actor": {}}}, "run has actor, but these settings follow from the dataflow"),
     "derived key": ({"run": {"ppo": {"minibatches": 3}}}, "run has ppo.minibatches, but these settings follow"),
-    "a move's name": ({"calls": [ROLLOUT | {"name": "weights for me"}]}, "names that begin with `weights for ` are those"),
+    "a move's name": ({"calls": [ROLLOUT | {"name": "weights for me"}]}, "that begins with `weights for ` belongs to a move"),
     "samples": ({"calls": [ROLLOUT, SCORE | {"model": "actor", "samples": 2}]}, "has samples, which only a generate call may"),
     "run": ({"run": {"runtime": {"micro_batch": 3}}}, "run: `runtime.micro_batch` is not a setting"),
     "key": ({"batches": 3}, "did you mean `batch`?"),

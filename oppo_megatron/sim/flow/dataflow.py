@@ -125,7 +125,7 @@ class Dataflow(Section):
             if bool(call.outputs) == (call.kind == "train"):
                 yield f"{where} makes {'weights only; remove its outputs' if call.outputs else 'nothing; name its outputs'}"
             if call.name.startswith(MOVE):
-                yield f"{where}: names that begin with `{MOVE}` are those of moves of weights; rename it"
+                yield f"{where}: a name that begins with `{MOVE}` belongs to a move; rename it"
             for key, kind in (("samples", "generate"), ("greedy", "generate"), ("minibatches", "train")):
                 value = getattr(call, key)
                 if call.kind != kind and value != Call.model_fields[key].default:
