@@ -3,9 +3,9 @@
     python -m benchmarks.continuous examples/planner/ppo.yaml --cluster CLUSTER.yaml [a.b=c ...] --ranks 24 --splits 1:1,2:1,3:1 \
         --lengths 300,0.5 --lengths 300,1.0 --lengths trace.csv
 
-The synchronous run has both overlaps on all ranks, with the best of `--deltas`.  `idle`: share of a step in which generators
-wait.  `bound`: a step's seconds over the larger of generation and training.  `pause`: seconds by which `install: pause` makes a
-step longer, and the closed form of the same move of weights.  Steps count from the seventh on.
+The synchronous run has both overlaps on all ranks, with the best of `--deltas`.  `idle`: share of a step that generators wait.
+`bound`: a step's seconds over the larger of generation and training.  `pause`: additional seconds of a step with `install:
+pause`, and the closed form of the same move of weights.  Steps count from the seventh on.
 """
 
 from __future__ import annotations

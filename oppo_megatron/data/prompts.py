@@ -69,7 +69,7 @@ class PromptSet:
 
     @property
     def rollouts_per_pass(self) -> Fraction:
-        """Mean over passes, in which weights may leave a fraction of a row."""
+        """Mean over passes; weights may leave a fraction of a row."""
         return RowOrder(self.sources).epoch_rows * self.responses_per_prompt
 
     def rollouts(self, passes: int) -> int:

@@ -103,7 +103,7 @@ def build_trained_role(
 
 
 class Relay(NamedTuple):
-    """Groups on CPUs by which a filter's verdicts reach ranks that only train, for which nobody waits (None: not a member).
+    """Groups on CPUs that bring a filter's verdicts to ranks that only train; nobody waits for those (None: not a member).
 
     `judging`: of the ranks that take part in rounds; `verdicts`: of their leader and the ranks that only train.
     """

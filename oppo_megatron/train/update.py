@@ -119,7 +119,7 @@ def _micro_batches(
 
 
 def with_routes(trained: TrainedModel, micros: list[MicroBatch], units: Sequence[Sequence[Rollout]]) -> list[MicroBatch]:
-    """Give the policy's micro-batches the routes of their tokens; `units`: rollouts that each `index` stands for."""
+    """Give the policy's micro-batches the routes of their tokens; `units`: the rollouts of each `index`."""
     for micro in micros if trained.model.head == "lm" else ():
         rollouts = (rollout for unit in micro.index for rollout in units[unit])
         micro.routes = [route for rollout in rollouts for route in rollout.routes or [FREE] * len(rollout.tokens)]

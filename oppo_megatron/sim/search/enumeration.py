@@ -34,7 +34,7 @@ class Plan:
 
 
 def key_of(blocks: Blocks, actor: Option, trained: Option) -> object:
-    """Plans of equal keys differ in scorers, recomputation, micro-batches, and in which other ranks, of equal number, train."""
+    """Plans of equal keys differ in scorers, recomputation, micro-batches, and in other ranks, of equal number, that train."""
     return blocks[0], len(blocks), actor.serving, trained.serving.num_ranks, trained.training and trained.training[:3]
 
 
