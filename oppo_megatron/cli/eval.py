@@ -35,10 +35,11 @@ from oppo_megatron.rundir.directory import write_json
 from oppo_megatron.rundir.metrics_log import read_metrics
 
 SHOWN_ROWS = 20
+TASK_SETTINGS = "settings.json"
 TASKS_ENTRY = "oppo_megatron.evaluation.tasks:run_rank"
 WITHOUT_TASKS = (
     "verifier", "reward_model", "function", "url", "rewards", "template", "as_chat", "max_tokens", "temperature", "top_k",
-    "top_p", "stop", "stop_id",
+    "top_p", "stop", "stop_id", "max_prompt_tokens", "column",
 )  # fmt: skip
 ANSWER = itemgetter("row", "sample", "prompt", "response", "finish_reason", "tokens", "fields")
 
@@ -113,6 +114,9 @@ def _require_consistent(args: argparse.Namespace) -> None:
     if (args.data is None) == (args.tasks is None):
         problems.append(f"{'neither' if args.data is None else 'both'} of --data and --tasks given; give one of them")
     unused = [f"--{name.replace('_', '-')}" for name in WITHOUT_TASKS if getattr(args, name)] if args.tasks else []
+    unused += ["-n"] if args.tasks and args.samples > 1 else []
+    if args.task_data is not None and not args.tasks:
+        problems.append("--task-data is given without --tasks; name tasks, or drop it")
     if unused:
         problems.append(f"{' and '.join(unused)} given with --tasks, whose prompts, judges and decoding are their own; drop it")
     elif not (args.tasks or args.verifier or args.reward_model or args.function or args.url or args.rewards):
@@ -120,8 +124,9 @@ def _require_consistent(args: argparse.Namespace) -> None:
     resolved = [directory.resolve() for directory in args.directory]
     if len(set(resolved)) < len(resolved):
         problems.append("a DIR is given twice; name each policy once")
-    if args.out is not None and args.out.exists() and not (args.out.is_dir() and (args.tasks or not any(args.out.iterdir()))):
-        problems.append(f"--out {args.out} is there already, and is not an empty folder; name another, or remove it")
+    if args.out is not None and args.out.exists() and not (args.tasks and (args.out / TASK_SETTINGS).exists()):
+        if not args.out.is_dir() or any(args.out.iterdir()):
+            problems.append(f"--out {args.out} is there already, and is not an empty folder; name another, or remove it")
     if problems:
         raise ConfigError(problems)
     if args.data is not None and not args.data.exists():
@@ -134,9 +139,9 @@ def _measure_tasks(args: argparse.Namespace) -> int:
         folder = args.out or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         requests = [_task_request(args, directory) for directory in args.directory]
         tasks = find_tasks(args.tasks, args.task_data, "--task-data", read=True)
-        policies = [{"policy": str(each.policy.directory), "context": each.max_length} for each in requests]
+        policies = [{"policy": each.policy.summary, "context": each.max_length} for each in requests]
         settings = {"policies": policies, "dtype": args.dtype, "max_prompts": args.max_prompts, "tasks": tasks}
-        if (known := folder / "settings.json").exists() and read_json(known.read_text(encoding="utf-8")) != settings:
+        if (known := folder / TASK_SETTINGS).exists() and read_json(known.read_text(encoding="utf-8")) != settings:
             raise ConfigError(f"{known} is not of these policies, tasks and options; name another --out, or remove its files")
         folder.mkdir(parents=True, exist_ok=True)
         write_json(known, settings)

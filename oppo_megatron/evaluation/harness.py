@@ -33,9 +33,6 @@ class PolicyLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         return self._text.encode(string) if add_special_tokens is False else encode_prompt(self._text, string)
 
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> Any:
-        return super().loglikelihood(requests, disable_tqdm=True)
-
     def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple[float, bool]]:
         pairs, found, room = [], list[tuple[float, bool]](), self.max_length + 1  # the last token is not read
         self._tell_cut([len(context) + len(continuation) for _, context, continuation in requests], room)

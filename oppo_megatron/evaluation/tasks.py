@@ -39,15 +39,17 @@ def find_tasks(names: Sequence[str], data: Path | None, option: str, *, read: bo
         raise ConfigError(missing_path(option, data))
     index, found, problems = TaskManager().task_index, dict[str, TaskConfig](), list[str]()
     for each in all_tasks(names):
-        name, _, shots = each.partition("@")
+        name, at, shots = each.partition("@")
         entry = index.get(name)
         if entry is None:
             near = difflib.get_close_matches(name, index, n=1)
             problems.append(f"task {name} is unknown; " + (f"did you mean `{near[0]}`?" if near else "see `lm-eval ls tasks`"))
         elif entry.kind.name not in ("TASK", "PY_TASK"):
             problems.append(f"task {name} is a group; name the tasks in it that you want")
+        elif at and not shots.isdecimal():
+            problems.append(f"task {each} has no number of examples after @; write it as {name}@5, or {name}")
         else:
-            own = {"num_fewshot": int(shots)} if shots else {}
+            own = {"num_fewshot": int(shots)} if at else {}
             given = {} if data is None else _local(entry.cfg, data / name)
             found[each] = {"include": str(entry.yaml_path), "task": name, **given, **own}
             if read and (fault := _fault(found[each], f"{option} FOLDER" if data is None else str(data))):
@@ -58,10 +60,10 @@ def find_tasks(names: Sequence[str], data: Path | None, option: str, *, read: bo
 
 
 def _local(settings: Mapping[str, Any], folder: Path) -> TaskConfig:
-    """Replace the data set by a folder's `SPLIT.jsonl`, if there are some."""
+    """Replace the data set by the `SPLIT.jsonl` of a folder, if it exists."""
     splits = {settings[key] for key in SPLITS if settings.get(key)}
     files = {split: str(path.resolve()) for split in sorted(splits) if (path := folder / f"{split}.jsonl").is_file()}
-    return {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": files}} if files else {}
+    return {"dataset_path": "json", "dataset_name": None, "dataset_kwargs": {"data_files": files}} if folder.is_dir() else {}
 
 
 def _fault(config: TaskConfig, folder: str) -> str | None:
@@ -70,7 +72,8 @@ def _fault(config: TaskConfig, folder: str) -> str | None:
         examples, shots = len(list(task.fewshot_docs())), task.get_config("num_fewshot")
     except Exception as error:  # of a reader, of the network, or of a template without its column
         reason = f"{type(error).__name__}: {str(error)[:300]}"
-        return f"its data set cannot be read ({reason}); put files by split, as test.jsonl, into {folder}/{config['task']}"
+        place = f"{folder}/{config['task']}"
+        return f"its data set cannot be read ({reason}); put the data set's own rows by split, as test.jsonl, into {place}"
     if {"UNSAFE_CODE", "MULTIMODAL"} & vars(task).keys() or task.OUTPUT_TYPE == "loglikelihood_rolling":
         return "it runs code of the policy, shows images or measures perplexities, which is not done here; leave it out"
     return f"it has {examples} examples for {shots} shots; ask for fewer, or write more" if examples < shots else None

@@ -81,17 +81,24 @@ def statistics(values: list[float]) -> tuple[float, float]:
 def test_what_cannot_be_measured_is_refused_at_once_with_the_remedy(
     command: list[str], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    message = refused(capsys, *command, "arc_esy", "gsm8k", "mmlu", "arc_easy@40", "piqa")  # there is no network here
-    assert "4 problems" in message and "arc_esy is unknown; did you mean `arc_easy`?" in message
+    names = ("arc_esy", "gsm8k", "mmlu", "arc_easy@40", "piqa", "gsm8k@five", "gsm8k@-1")
+    message = refused(capsys, *command, *names)  # there is no network here
+    assert "6 problems" in message and "arc_esy is unknown; did you mean `arc_easy`?" in message
     assert "mmlu is a group" in message and "30 examples for 40 shots" in message
+    assert "task gsm8k@five has no number of examples after @; write it as gsm8k@5" in message
     assert "task piqa: its data set cannot be read" in message and f"into {data}/piqa" in message
     other = tmp_path / "data"
     (other / "gsm8k").mkdir(parents=True)
     (other / "gsm8k" / "test.jsonl").write_bytes((data / "gsm8k" / "test.jsonl").read_bytes())
+    (other / "arc_easy").mkdir()
+    (other / "arc_easy" / "testing.jsonl").write_bytes((data / "arc_easy" / "test.jsonl").read_bytes())
     words = ["eval", "before", "--task-data", str(other), "--tasks"]
-    message = refused(capsys, *words, "gsm8k")
+    message = refused(capsys, *words, "gsm8k", "arc_easy")
     assert "'train'" in message and f"{other}/gsm8k" in message, "the examples are missing"
-    assert "given with --tasks" in refused(capsys, *words, "gsm8k", "--verifier", "gsm8k", "--temperature", "1")
+    assert "Empty 'data_files'" in message and f"into {other}/arc_easy" in message, "nothing is fetched in its place"
+    message = refused(capsys, *words, "gsm8k", "--verifier", "gsm8k", "--temperature", "1", "--out", other, "-n", "2")
+    assert "--verifier and --temperature and -n given with --tasks" in message and f"--out {other} is there already" in message
+    assert "without --tasks" in refused(capsys, *words[:-1], "--data", "x.jsonl", "--verifier", "gsm8k")
     assert "give one of them" in refused(capsys, *words, "gsm8k", "--data", "x.jsonl")
     assert "does not exist" in refused(capsys, "eval", "before", "--tasks", "gsm8k", "--task-data", "nowhere")
 
