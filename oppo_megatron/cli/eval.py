@@ -39,7 +39,7 @@ TASK_SETTINGS = "settings.json"
 TASKS_ENTRY = "oppo_megatron.evaluation.tasks:run_rank"
 WITHOUT_TASKS = (
     "verifier", "reward_model", "function", "url", "rewards", "template", "as_chat", "max_tokens", "temperature", "top_k",
-    "top_p", "stop", "stop_id", "max_prompt_tokens", "column",
+    "top_p", "stop", "stop_id", "max_prompt_tokens", "column", "system",
 )  # fmt: skip
 ANSWER = itemgetter("row", "sample", "prompt", "response", "finish_reason", "tokens", "fields")
 

@@ -71,7 +71,8 @@ def _fault(config: TaskConfig, folder: str) -> str | None:
         task = load_task(config)
         examples, shots = len(list(task.fewshot_docs())), task.get_config("num_fewshot")
     except Exception as error:  # of a reader, of the network, or of a template without its column
-        reason = f"{type(error).__name__}: {str(error)[:300]}"
+        cause = error.__cause__ or error  # the row that cannot be read
+        reason = f"{type(cause).__name__}: {str(cause)[:300]}"
         place = f"{folder}/{config['task']}"
         return f"its data set cannot be read ({reason}); put the data set's own rows by split, as test.jsonl, into {place}"
     if {"UNSAFE_CODE", "MULTIMODAL"} & vars(task).keys() or task.OUTPUT_TYPE == "loglikelihood_rolling":

@@ -92,8 +92,11 @@ def test_what_cannot_be_measured_is_refused_at_once_with_the_remedy(
     (other / "gsm8k" / "test.jsonl").write_bytes((data / "gsm8k" / "test.jsonl").read_bytes())
     (other / "arc_easy").mkdir()
     (other / "arc_easy" / "testing.jsonl").write_bytes((data / "arc_easy" / "test.jsonl").read_bytes())
+    (other / "truthfulqa_mc2").mkdir()
+    (other / "truthfulqa_mc2" / "validation.jsonl").write_text('{"question": "A cat?"}\n{"question": \n')
     words = ["eval", "before", "--task-data", str(other), "--tasks"]
-    message = refused(capsys, *words, "gsm8k", "arc_easy")
+    message = refused(capsys, *words, "gsm8k", "arc_easy", "truthfulqa_mc2")
+    assert "JSON" in message and f"into {other}/truthfulqa_mc2" in message, "the fault of the row"
     assert "'train'" in message and f"{other}/gsm8k" in message, "the examples are missing"
     assert "Empty 'data_files'" in message and f"into {other}/arc_easy" in message, "nothing is fetched in its place"
     message = refused(capsys, *words, "gsm8k", "--verifier", "gsm8k", "--temperature", "1", "--out", other, "-n", "2")
