@@ -37,6 +37,10 @@ class PolicyLM(TemplateLM):
         pairs, found, room = [], list[tuple[float, bool]](), self.max_length + 1  # the last token is not read
         self._tell_cut([len(context) + len(continuation) for _, context, continuation in requests], room)
         for _, context, continuation in requests:
+            if not continuation:  # a choice without text, or merged by the tokenizer into the context's last token
+                raise ConfigError(
+                    f"a choice of a task has no token of its own after {self._text.decode(context[-20:])!r}; leave it out"
+                )
             kept = [*context, *continuation][-room:]
             size = min(len(continuation), len(kept) - 1)
             pairs.append((kept[:-size], kept[-size:]))
