@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from oppo_megatron.chunks import ChunkRow, ChunkRows, FinishReason
+from oppo_megatron.chunks import FREE, ChunkRow, ChunkRows, FinishReason
 
 TIE = 2.0**-20
 """Share of the largest score by which equal ones may differ: eight float32 roundings, as between micro-batches."""
@@ -213,7 +213,8 @@ class Rollout:
     @staticmethod
     def _append(lists: Lists, row: ChunkRow) -> None:
         tokens, logprobs, sampling_logprobs, versions, routes = lists
-        routes += row.routes if len(routes) == len(tokens) else []
+        if routes or row.routes:  # older tokens of a checkpoint may have none
+            routes += [FREE] * (len(tokens) - len(routes)) + (row.routes or [FREE] * len(row.tokens))
         tokens += row.tokens
         logprobs += row.logprobs
         sampling_logprobs += row.sampling_logprobs

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from oppo_megatron.chunks import Chunk, ChunkRow, ChunkRows, FinishReason, Orders, StopSignal, merge_rows
+from oppo_megatron.chunks import FREE, Chunk, ChunkRow, ChunkRows, FinishReason, Orders, StopSignal, merge_rows
 from oppo_megatron.mcore.device import on_device
+from oppo_megatron.mcore.experts import Routing
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.records import Rollout
@@ -65,7 +66,10 @@ class CacheWorker:
     def new_hidden(self, num_tokens: int) -> Tensor:
         return self._weight.new_empty(num_tokens, 1, self.model.shape.hidden_size)
 
-    def append(self, batch: Batch, sequences: Mapping[int, list[int]], hidden: Tensor | None, taken: TakenUp | None) -> Tensor:
+    def append(
+        self, batch: Batch, sequences: Mapping[int, list[int]], hidden: Tensor | None, taken: TakenUp | None,
+        routing: Routing | None = None,
+    ) -> Tensor:  # fmt: skip
         """Cache new tokens; return the stage's output, on the last stage only for the last `rows` tokens of each growth."""
         if taken is not None:
             taken.check(batch)
@@ -77,7 +81,7 @@ class CacheWorker:
             assert hidden is not None
             inputs = hidden
         seq_ids, lens = [g.seq_id for g in batch], [g.new for g in batch]
-        out = step(self.model, self.cache, seq_ids, lens, inputs, on_device(rows, device))
+        out = step(self.model, self.cache, seq_ids, lens, inputs, on_device(rows, device), routing)
         if taken is not None:
             taken.prefilled(batch)
         return out
@@ -91,9 +95,10 @@ the logits are valid).
 
 class Growing:
     def __init__(self, rollout: Rollout, limit: int, version: int):
-        """A rollout during a round.  `limit`: most response tokens; `row`: tokens of this round."""
+        """A rollout during a round.  `limit`: most response tokens; `row`: tokens of this round; `routes`: by cache position."""
         self.seq_id, self.limit, self.num_prompt_tokens = rollout.seq_id, limit, len(rollout.prompt.tokens)
         self.tokens = [*rollout.prompt.tokens, *rollout.tokens]
+        self.routes = [FREE] * (self.num_prompt_tokens - 1) + (rollout.routes or [FREE] * len(rollout.tokens))
         self.row = ChunkRow(rollout.seq_id, len(rollout.tokens), [], [], [], version)
 
     @property

@@ -25,7 +25,7 @@ from oppo_megatron.mcore.vocab import token_logprobs
 from oppo_megatron.mcore.weights.hf_source import read_shape
 from oppo_megatron.records import Prompt, Rollout
 from tests.gloo.models import CPU, save_small, world_groups
-from tests.gloo.test_generation import Variant, finish, new_rounds
+from tests.gloo.test_generation import Variant, decode_round, finish, new_rounds
 from tests.support.ranks import run_ranks
 
 LENGTH, MAX_LENGTH = 24, 40
@@ -33,9 +33,13 @@ JOB = "tests.gloo.test_experts:drawn_and_trained"
 
 
 def drawn_and_trained(
-    directory: str, trained: str, tp: int, pp: int, num_prompts: int, sync_steps: int = 1, dtype: str = "float32"
-) -> dict[str, Any]:
-    """Rollouts by `directory`, and log-probs by `trained` without and with the experts that drew them."""
+    directory: str, trained: str, tp: int, pp: int, num_prompts: int, sync_steps: int = 1, dtype: str = "float32",
+    carried: int = 0,
+) -> dict[str, Any]:  # fmt: skip
+    """Rollouts by `directory`, and log-probs by `trained` without and with the experts that drew them.
+
+    After `carried` tokens, `trained` draws the others.
+    """
     groups = world_groups(tp, pp)
     config, sizes = ModelConfig(checkpoint=Path(directory), dtype=dtype), {"max_length": MAX_LENGTH, "device": CPU}
     model = load_role(config, groups, head="lm", **sizes)
@@ -45,6 +49,13 @@ def drawn_and_trained(
     with mock.patch.object(round_runner, "DecodeWorker", partial(DecodeWorker, keep_routes=True)):
         cache = model.new_cache(num_prompts)
         rounds = new_rounds(model, cache, Sampling(seed=3), Stopping((), LENGTH), tokens=64, sync_steps=sync_steps)
+    if carried:
+        decode_round(rounds, list(rollouts.values()), carried, 0, 0)
+        config = ModelConfig(checkpoint=Path(trained), dtype=dtype)
+        model.begin_weight_update()
+        model.load_state_dict(load_role(config, groups, head="lm", **sizes).state_dict())
+        model.end_weight_update()
+        rounds.actor_changed()
     finish(rounds, rollouts, Variant(max_steps=9))
     layout = TrainingLayoutConfig(sequence_parallel=True)
     config = ModelConfig(checkpoint=Path(trained), dtype=dtype)
@@ -117,6 +128,18 @@ def test_training_takes_the_experts_of_decoding(tmp_path: Path, tp: int, pp: int
     assert answer["free"].tolist() == pytest.approx(free, abs=1e-4)
     assert answer["replayed"].tolist() == pytest.approx(replayed, abs=1e-4)
     assert (answer["replayed"] - answer["free"]).abs().max() > 0.05, "the routers of other weights choose other experts"
+
+
+def test_a_carried_response_takes_its_experts_again_when_its_cache_is_recomputed(tmp_path: Path) -> None:
+    """As in training, so that tokens drawn after an update have the same log-probs in both."""
+    save_small(tmp_path / "drawing", "qwen3_moe", num_experts=6)
+    save_small(tmp_path / "trained", "qwen3_moe", num_experts=6, seed=1)
+    where = {"directory": str(tmp_path / "drawing"), "trained": str(tmp_path / "trained"), "tp": 1, "pp": 2}
+    answer = run_ranks(2, JOB, **where, num_prompts=6, carried=9)[-1]
+    later = torch.tensor([place >= 9 for _, tokens, _, _ in answer["rollouts"] for place in range(len(tokens))])
+    drawn = torch.tensor([x for _, _, logprobs, _ in answer["rollouts"] for x in logprobs])
+    assert answer["replayed"][later].tolist() == pytest.approx(drawn[later].tolist(), abs=1e-4)
+    assert (answer["free"] - drawn)[later].abs().max() > 0.05, "the routers of other weights choose other experts"
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])

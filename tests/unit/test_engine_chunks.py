@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oppo_megatron.chunks import REASONS, Chunk, ChunkRow, ChunkRows
+from oppo_megatron.chunks import FREE, REASONS, Chunk, ChunkRow, ChunkRows
 from oppo_megatron.columns import Columns, Held, Table
 from oppo_megatron.engine.stream import ChunkDecoder, ChunkEncoder, from_words, to_words
 from oppo_megatron.errors import StreamError
@@ -283,6 +283,16 @@ def test_what_is_recorded_is_joined_when_it_is_read() -> None:
     assert read.logprobs == [0.5, 1.0, 2.0] and read.sampling_logprobs == [0.25, 1.5, 2.5]
     assert read.num_response_tokens == 3 and (read.finish_clock, read.finished) == (12, True)
     assert read == unread and unread != Rollout(Prompt(0, 0, "", (1, 2)), 0)
+
+
+@pytest.mark.parametrize(("held", "new", "due"), [
+    ([], [], []), (["a"], ["b", "c"], ["a", "b", "c"]), ([], ["b", "c"], [FREE, "b", "c"]), (["a"], [], ["a", FREE, FREE]),
+])  # fmt: skip
+def test_tokens_without_a_route_are_free_beside_others(held: list[str], new: list[str], due: list[str]) -> None:
+    """As in a run that was resumed with, or from, another `rollout.router_replay`."""
+    own = Rollout(Prompt(0, 0, "", (1, 2)), 0, [5], [0.5], [0.25], [3], routes=held)
+    own.extend(ChunkRow(0, 1, [6, 7], [1.0, 2.0], [1.5, 2.5], 4, routes=new))
+    assert own.routes == due
 
 
 def test_lists_may_be_set_and_added_to() -> None:

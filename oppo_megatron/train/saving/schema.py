@@ -149,9 +149,9 @@ def _check_state(state: Any) -> None:
 
 def _check_rollout(line: Any, state: dict[str, Any], vocab_size: int) -> None:
     scheduler = state["scheduler"]
-    lengths = {len(line.tokens), len(line.logprobs), len(line.sampling_logprobs), len(line.versions)}
-    if len(lengths) > 1:
-        raise ValueError(f"tokens, logprobs, sampling_logprobs and versions have lengths {sorted(lengths)}")
+    columns = line.tokens, line.logprobs, line.sampling_logprobs, line.versions, line.routes or line.tokens
+    if len(lengths := set(map(len, columns))) > 1:
+        raise ValueError(f"tokens, logprobs, sampling_logprobs, versions and routes have lengths {sorted(lengths)}")
     if line.seq_id >= scheduler["position"] or line.admission >= scheduler["num_consumed"]:
         raise ValueError(f"the prompt of sequence {line.seq_id} (admission {line.admission}) was not admitted yet")
     if max(line.tokens, default=0) >= vocab_size:
