@@ -192,7 +192,7 @@ FEATURES: dict[str, Feature] = {
             DEEP | {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 2}),
         lambda outcome: max(len(tokens) for tokens in outcome.tokens().values()) > 12, soon=("TP2 | PP2",)),
     "experts": Feature(
-        roles(EXPERTS, DEEP) | overcommitted(3), has_experts,  # a critic with experts has no replay: rounding may choose others
+        roles(EXPERTS, DEEP) | overcommitted(3), has_experts,  # rounding grows beyond the tolerance in a critic with experts
         soon=("TP2 | PP2",), stops="TP2 | PP2"),
     "experts, in groups": Feature(
         grouped("grpo", 4, steps=3, actor={"init": EXPERTS, "optimizer": STEADY_ADAM}), has_experts),
