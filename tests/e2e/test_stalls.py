@@ -72,7 +72,7 @@ def test_in_continuous_generation_the_other_ranks_name_what_they_waited_for(
     grpo = {"algorithm": {"preset": "grpo"}, "critic": None, "rollout.group_size": 2, "overlap.chunk": 4}
     config = deep(workspace, f"{at}-{rank}-{how}", steps=8, **TWO_RANKS, **apart, **grpo)
     told, seconds = struck(config, at, rank, how)
-    assert seconds < STALL_S + AFTER_S + 5
+    assert seconds < 2 * STALL_S + AFTER_S + 5, "the others decode on for a while before they wait"
     named = {"killed": "was ended by SIGKILL", "stopped": "did not answer", "hangs": "has not moved for"}[how]
     assert f"rank {rank} {named}" in told, told
     for other in ROLES.keys() - {rank}:
