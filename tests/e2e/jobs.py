@@ -109,7 +109,7 @@ def train_counted(config: dict[str, Any], fan_out: int) -> Counted:
     with (
         rounds.watched(), gathers.watched(), steps.watched(), mock.patch.object(generation, "gather_rows", counted_gather),
         mock.patch.object(RoundRunner, "run", counted_round), mock.patch.object(TrainingLoop, "run", counted_steps),
-        around(ScoreExchange, "shared", lambda _, what, values, size, source: counted.shared.append((what, size))),
+        around(ScoreExchange, "shared", lambda _, what, values, size, *__: counted.shared.append((what, size))),
     ):  # fmt: skip
         train_with_fan_out(config, fan_out)
     return counted
