@@ -42,7 +42,7 @@ class Window:
 class DeviceLane:
     def __init__(
         self, model: RoleModel, cache: SequenceCache, run: StepRunner, *, sampling: Sampling, eos_ids: Sequence[int],
-        sync_steps: int, name: int, routed: ModelShape | None, width: int,
+        sync_steps: int, name: int, routed: ModelShape | None = None, width: int = DRAWN,
     ):  # fmt: skip
         """`routed`: of a model whose routes are kept; `width`: numbers of a draw without its mass."""
         self._model, self._cache, self._run, self._name = model, cache, run, name

@@ -249,10 +249,10 @@ class DecodeWorker(CacheWorker):
                 raise no_distribution(self.sampling, rows[place].seq_id, rows[place].position + int(step_))
         start, columns = self._round.start, (tokens_RK.tolist(), *drawn_XRK[1:DRAWN].tolist())
         words_RWK = drawn_XRK[DRAWN : self._width].transpose(1, 0, 2)
-        for growing, words_WK, count, reason, *drawn in zip(rows, words_RWK, counts, reasons, *columns, strict=True):
-            tokens, logprobs, sampling = (column[:count] for column in drawn)
+        found = zip(rows, words_RWK, counts, reasons, *columns, strict=True)
+        for growing, words_WK, count, reason, tokens, logprobs, sampling in found:
             routes = [] if self._routed is None else split_routes(route_content(words_WK[:, :count]), count)
-            growing.append(tokens, logprobs, sampling, routes, reason, start)
+            growing.append(tokens[:count], logprobs[:count], sampling[:count], routes, reason, start)
         ended = zip(rows, counts, reasons, strict=True)
         self._leave(action.micro_batch, {g.seq_id: first + count - 1 for g, count, reason in ended if reason is not None})
         here = (action.step, action.micro_batch)

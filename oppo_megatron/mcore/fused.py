@@ -41,7 +41,7 @@ class FusedStage:
     def __call__(self, x_TH: Tensor, plan: CachedPlan) -> Tensor:
         for number, layer in enumerate(self.layers):
             x_TH = x_TH + self._reduced(layer.attend(x_TH, plan, number))
-            x_TH = x_TH + self._reduced(layer.transform(layer.mlp_norm(x_TH), plan))
+            x_TH = x_TH + self._reduced(layer.transform(x_TH, plan))
         return x_TH if self.final_norm is None else self.final_norm(x_TH)
 
     def _reduced(self, x_TH: Tensor) -> Tensor:
@@ -92,8 +92,8 @@ class _FusedLayer:
 
     def transform(self, x_TH: Tensor, plan: CachedPlan) -> Tensor:
         if self.experts is not None:
-            return self.experts.part(x_TH, plan)
-        gate, up = self.gate_up(x_TH).chunk(2, dim=-1)
+            return self.experts.part(self.mlp_norm(x_TH), plan)
+        gate, up = self.gate_up(self.mlp_norm(x_TH)).chunk(2, dim=-1)  # the normed states are freed at once
         return self.down(F.silu(gate).mul_(up))
 
 

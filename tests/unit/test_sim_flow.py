@@ -1,10 +1,12 @@
 """`oppo plan flow`: a user's calls are placed as brute force places them, and what runs cover becomes a configuration."""
 
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -368,8 +370,12 @@ def test_a_model_needs_the_context_of_its_own_calls_only() -> None:
     assert "models.reward" in " ".join(Dataflow.model_validate(given).problems())
 
 
-def test_a_search_without_time_is_no_lack_of_memory(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (folder / "flow.yaml").write_text(yaml.safe_dump(tree(PRESET, batch=2**15)))
+def test_a_search_without_time_is_no_lack_of_memory(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "flow.yaml").write_text(yaml.safe_dump(tree(PRESET)))
+    clock = SimpleNamespace(monotonic=map(float, itertools.count(step=10)).__next__)
+    monkeypatch.setattr("oppo_megatron.cli.plan.flow.time", clock)
     assert main([*PLAN[:-1], "1"]) == 2
     assert "raise --seconds from 1" in capsys.readouterr().err
 

@@ -53,6 +53,7 @@ class Recorder:
 
     def __init__(self, dp: int, dp_rank: int):
         self.groups, self.model, self.steps = SimpleNamespace(dp=dp, dp_rank=dp_rank), self, list[list[MicroBatch]]()
+        self.head = "lm"
 
     def step(self, batches: list[MicroBatch], loss: Any) -> StepReport:
         self.steps.append(batches)
