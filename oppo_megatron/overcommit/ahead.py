@@ -115,7 +115,7 @@ NEW_RUN = Ahead()
 def require_resumable(done: int, steps: int | None) -> None:
     if steps is not None and steps < done:
         raise CheckpointError(
-            f"steps is {steps}, but the checkpoint was saved after step {done}: there is no way back to fewer steps; set "
+            f"steps is {steps}, but the checkpoint was saved after step {done}: it cannot go back to fewer steps; set "
             f"steps to {done} to end the run there, or higher to continue"
         )
 
@@ -125,7 +125,7 @@ def require_prompts(ahead: Ahead, most: int | None, a_pass: Fraction | int) -> N
         passes = math.ceil(ahead.position / a_pass)
         raise CheckpointError(
             f"epochs comes to {most // a_pass}, but the checkpoint's run was at prompt {ahead.position}, in pass "
-            f"{passes} over {math.ceil(a_pass)} prompts: there is no way back to fewer; set epochs to {passes} or "
+            f"{passes} over {math.ceil(a_pass)} prompts: it cannot go back to fewer; set epochs to {passes} or "
             "more, or give steps without it"
         )
 

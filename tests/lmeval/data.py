@@ -75,7 +75,7 @@ def write_policy(folder: Path, seed: int = 0) -> Path:
     rng = random.Random(8)
     texts = [sentence(rng) + "?" for _ in range(200)] + [gsm8k(rng)["answer"] for _ in range(40)]
     save_byte_level(folder, texts, 512, pad_token="<|end|>")
-    tiny_config("qwen2").save_pretrained(folder)  # by which transformers chooses the class of the tokenizer
+    tiny_config("qwen2").save_pretrained(folder)  # transformers chooses the tokenizer's class by it
     largest = max(AutoTokenizer.from_pretrained(folder).get_vocab().values())
     save_tiny(folder, "qwen2", seed=seed, vocab_size=largest + 1, max_position_embeddings=2048)
     return folder

@@ -82,7 +82,7 @@ def test_what_cannot_be_measured_is_refused_at_once_with_the_remedy(
     command: list[str], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = ("arc_esy", "gsm8k", "mmlu", "arc_easy@40", "piqa", "gsm8k@five", "gsm8k@-1")
-    message = refused(capsys, *command, *names)  # there is no network here
+    message = refused(capsys, *command, *names)  # without a network
     assert "6 problems" in message and "arc_esy is unknown; did you mean `arc_easy`?" in message
     assert "mmlu is a group" in message and "30 examples for 40 shots" in message
     assert "task gsm8k@five has no number of examples after @; write it as gsm8k@5" in message

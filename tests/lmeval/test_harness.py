@@ -1,4 +1,4 @@
-"""The paper's five tasks, with the harness's own prompts and figures: every answer is that of its own Hugging Face model."""
+"""The paper's five tasks, with the harness's own prompts and figures: every answer equals its own Hugging Face model's."""
 
 from pathlib import Path
 from typing import Any

@@ -46,7 +46,7 @@ def carrying(workspace: Workspace, name: str, changes: Mapping[str, Any]) -> dic
 
 
 def final_weights(directory: Path, kind: Any) -> dict[str, torch.Tensor]:
-    """By the names of transformers, of which a file's differ for experts."""
+    """By transformers' names; those in a file differ for experts."""
     return dict(kind.from_pretrained(directory, dtype=torch.float32).state_dict())
 
 

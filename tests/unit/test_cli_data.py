@@ -76,7 +76,7 @@ def inputs_of(out: str) -> list[Read]:
 
 
 def transformers_tokens(messages: list[dict[str, Any]], **given: Any) -> tuple[list[int], list[int]]:
-    """Token ids, and 1 for those of an assistant."""
+    """Token ids, and a 1 for each token of an assistant."""
     from transformers import AutoTokenizer
 
     read = AutoTokenizer.from_pretrained("tok").apply_chat_template(

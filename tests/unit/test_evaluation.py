@@ -66,7 +66,7 @@ def test_tasks_are_a_row_per_metric_with_the_errors_that_they_bring(monkeypatch:
 
     policies = [policy("a", [0.0, 1.0]), policy("b", [1.0, 1.0])]
     first, second = as_json(policies, ["arc acc", "arc f1"], {})["policies"]
-    assert first["metrics"]["arc acc"] == {"mean": 0.25, "error": 0.125, "n": 2}, "the harness's, not those of the documents"
+    assert first["metrics"]["arc acc"] == {"mean": 0.25, "error": 0.125, "n": 2}, "the harness's errors, not the documents'"
     assert second["difference"] == {
         "arc acc": {"mean": 0.5, "error": 0.5, "n": 2},
         "arc f1": {"mean": 1.0, "error": None, "n": 0},

@@ -56,7 +56,7 @@ def test_layers_of_models(gpu: str, models: tuple[str, ...], most_products: floa
 
 
 def test_tokens_share_the_experts_that_they_read() -> None:
-    """Operations are those of a token's experts, bytes those of all that some token chose; tensor ranks divide both."""
+    """Operations count a token's experts, bytes all experts that some token chose; tensor ranks divide both."""
     shape = {
         "model_type": "qwen3_moe", "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
         "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,

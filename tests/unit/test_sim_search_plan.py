@@ -174,7 +174,7 @@ CRITIC_FREE = [
 
 
 def test_continuous_plans_are_compared_with_the_synchronous_loop(described: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The printed seconds are those of `oppo plan simulate`, and the plan keeps the settings of continuous generation."""
+    """`oppo plan simulate` gives the printed seconds, and the plan keeps the settings of continuous generation."""
     rules = ["overlap.inter=true", "overlap.continuous={lag_steps: 48}", "overlap.max_staleness=1", "overlap.carry=keep"]
     assert main([*PLAN, *CRITIC_FREE, *rules, "--lognormal", "60,0.7", "--out", "out"]) == 0
     out = capsys.readouterr().out
