@@ -31,7 +31,7 @@ from oppo_megatron.mcore.groups import build_groups
 from oppo_megatron.mcore.model import DTYPES
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.mcore.training import TrainedModel
-from oppo_megatron.mcore.vocab import token_logprobs
+from oppo_megatron.mcore.vocab import OutputRows
 
 DEVICE, OUT = sys.argv[1], Path(sys.argv[2])
 ON_GPU = DEVICE == "cuda"
@@ -128,8 +128,8 @@ def update(bench: Bench) -> None:
     batches = pack_responses(prompts, responses, work.micro_batch_tokens, bench.device)
     tokens = sum(len(b.tokens_T) for b in batches)
 
-    def loss(micro: Any, output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        logp, entropy = token_logprobs(output, micro.targets_R, model.vocab)
+    def loss(micro: Any, output: OutputRows) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        logp, entropy, _ = output.figures(micro.targets_R)
         return -logp.sum() / tokens - 0.01 * entropy.sum() / tokens, {"logp": logp.detach().sum()}
 
     model.begin_weight_update()

@@ -98,10 +98,11 @@ class StepLoop:
         for seq_id in ids:
             cache.open(seq_id)
         ends_B = torch.arange(1, batch + 1) * length - 1
-        token_B = step(self.model, cache, ids, [length] * batch, prompts_BP.flatten(), ends_B).argmax(-1)
+        hidden_BH = step(self.model, cache, ids, [length] * batch, prompts_BP.flatten(), ends_B)
+        token_B = self.model.logits(hidden_BH).argmax(-1)
         started = time.perf_counter()
         for _ in range(num_new):
-            token_B = step(self.model, cache, ids, ones, token_B).argmax(-1)
+            token_B = self.model.logits(step(self.model, cache, ids, ones, token_B)).argmax(-1)
             tokens.append(token_B)
         return time.perf_counter() - started, torch.stack(tokens, -1)
 

@@ -153,7 +153,7 @@ class DeviceLane:
         ended_B = self._ended_M[:size]
         plan, routing = self._places.plan(cached_B, self._reach, ended_B), Routing(taken=[])
         plan.routing = None if self._routed is None else routing
-        logits_BV = self._model(token_B, plan)
+        logits_BV = self._model.logits(self._model(token_B, plan))
         mixed_B = greedy_B.bool() if self._sampling.members.greedy else None
         drawn = draw_at(logits_BV, self._sampling, uniforms_at(chain_B, position_B), self._model.vocab, mixed_B)
         table = drawn.table()

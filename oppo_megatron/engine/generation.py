@@ -16,7 +16,7 @@ from torch import Tensor
 from oppo_megatron.chunks import UNFINISHED, Chunk, ChunkRows, Orders, StopSignal, split_routes
 from oppo_megatron.engine.device_decode import DeviceLane, with_routes
 from oppo_megatron.engine.round_state import CacheWorker, DecodeRound, Drawn, Growing, TakenUp
-from oppo_megatron.engine.sampler import Sampling, draw, no_distribution
+from oppo_megatron.engine.sampler import Sampling, draw, draw_at, draw_numbers, no_distribution
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.engine.stream import DRAWN, ChunkOutlet, gather_rows
 from oppo_megatron.mcore.batch import MicroBatch, join_rows, pack_responses
@@ -25,6 +25,7 @@ from oppo_megatron.mcore.experts import BYTES, Routing, replay, route_bytes, rou
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.mcore.training import forward_rows
+from oppo_megatron.mcore.vocab import OutputRows
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action, Op, Payload
 from oppo_megatron.schedule.planning.book import ReplicaWork
@@ -66,11 +67,15 @@ class DecodeWorker(CacheWorker):
         prompts, responses = [r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts]
         micros = pack_responses(prompts, responses, budget, self.cache.device)
 
-        def drawn(micro: MicroBatch, logits_RV: Tensor) -> Tensor:
+        def drawn(micro: MicroBatch, output: OutputRows) -> Tensor:
             seq_ids = [rollouts[i].seq_id for i in micro.index for _ in responses[i]]
             positions = [position for i in micro.index for position in range(len(responses[i]))]
-            found = draw(logits_RV.float(), self.sampling, seq_ids, positions, self.model.vocab)
-            return found.table().T
+            numbers = draw_numbers(self.sampling, seq_ids, positions, self.cache.device)
+
+            def read(logits_BV: Tensor, u_B: Tensor, *greedy: Tensor) -> Tensor:
+                return draw_at(logits_BV.float(), self.sampling, u_B, self.model.vocab, *greedy).table().T
+
+            return output.by_rows(read, *numbers)
 
         if not (outputs := forward_rows(self.model, micros, drawn)):
             return None
@@ -196,9 +201,9 @@ class DecodeWorker(CacheWorker):
         return len(lane)
 
     def _sample(self, action: Action) -> int:
-        lane, logits_RV = self._round.lanes[action.micro_batch], self._round.hidden[action.micro_batch]
+        lane, hidden_RH = self._round.lanes[action.micro_batch], self._round.hidden[action.micro_batch]
         seq_ids, positions = [g.seq_id for g in lane], [g.position for g in lane]
-        table = draw(logits_RV, self.sampling, seq_ids, positions, self.model.vocab).table()
+        table = draw(self.model.logits(hidden_RH), self.sampling, seq_ids, positions, self.model.vocab).table()
         if self._routed is not None:
             table = with_routes(table, self._round.routes[action.micro_batch], self._routed)
         drawn = np.array(table.tolist())

@@ -79,11 +79,16 @@ def draw(
     logits_RV: Tensor, sampling: Sampling, seq_ids: Sequence[int], positions: Sequence[int], shards: VocabShards | None = None
 ) -> Draw:
     """Draw a token per row from float32 logits, equal on every rank."""
-    u_R = on_device(uniforms(sampling.seed, seq_ids, positions), logits_RV.device, torch.float64)
-    greedy_R = None
+    u_R, *greedy = draw_numbers(sampling, seq_ids, positions, logits_RV.device)
+    return draw_at(logits_RV, sampling, u_R, shards, *greedy)
+
+
+def draw_numbers(sampling: Sampling, seq_ids: Sequence[int], positions: Sequence[int], device: torch.device) -> list[Tensor]:
+    """Return each row's number in [0, 1), and, if there are greedy rows, which they are."""
+    numbers = [on_device(uniforms(sampling.seed, seq_ids, positions), device, torch.float64)]
     if sampling.members.greedy:
-        greedy_R = on_device([sampling.members.is_greedy(i) for i in seq_ids], logits_RV.device, torch.bool)
-    return draw_at(logits_RV, sampling, u_R, shards, greedy_R)
+        numbers.append(on_device([sampling.members.is_greedy(i) for i in seq_ids], device, torch.bool))
+    return numbers
 
 
 def draw_at(

@@ -17,7 +17,6 @@ from oppo_megatron.engine.round_state import CacheWorker, TakenUp
 from oppo_megatron.mcore.device import memory_for, on_device, too_many_tokens
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
-from oppo_megatron.mcore.vocab import token_logprobs
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.actions import Action, Op
 from oppo_megatron.schedule.planning.book import ReplicaWork
@@ -114,7 +113,7 @@ class ScoringWorker(CacheWorker):
             targets = [self._round.sequences[g.seq_id][e - g.rows + 1 : e + 1] for g, e in zip(batch, ends, strict=True)]
             targets_R = on_device([t for part in targets for t in part], outputs_R.device)
             with torch.inference_mode():
-                outputs_R = token_logprobs(outputs_R, targets_R, self.model.vocab, self.temperature)[0]
+                outputs_R = self.model.output_rows(outputs_R).figures(targets_R, self.temperature).logp_R
         for growth, part in zip(batch, outputs_R.split([g.rows for g in batch]), strict=True):
             self._outputs.setdefault(growth.seq_id, []).append(part)
         self._round.hidden = None

@@ -12,10 +12,17 @@ from oppo_megatron.layout.shape import DTYPE_BYTES, Shape, has_head_norms, head_
 
 MASK_NUMBERS = 2**25
 """Most elements of an attention mask on a GPU (`mcore/kv/cached_plan.py`)."""
-BLOCK_NUMBERS, CACHED_NUMBERS = 2**26, 2**17
-"""Most logits per block of log-probs (`mcore/vocab.py`), on a GPU and in a CPU's cache."""
+SLICE_NUMBERS, CACHED_NUMBERS = 2**26, 2**17
+"""Most logits that log-probs make at once (`mcore/vocab.py`), and of a block in a CPU's cache."""
+SLICE_MULTIPLE = 128
 DRAWN_BLOCK = 64
 """Block size of sampling (`engine/sampler.py`)."""
+
+
+def slice_width(rows: int, vocab: int) -> int:
+    """Return the tokens of the vocabulary whose logits are made at once, in slices of about the same width."""
+    slices = max(1, -(-rows * vocab // SLICE_NUMBERS))
+    return -(-vocab // (slices * SLICE_MULTIPLE)) * SLICE_MULTIPLE
 
 
 @dataclass(frozen=True)
@@ -79,10 +86,6 @@ class Model:
         return int(self.shape["num_attention_heads"]) // num_kv_heads(self.shape)
 
     @property
-    def block(self) -> int:
-        return CACHED_NUMBERS if self.on_cpu else BLOCK_NUMBERS
-
-    @property
     def repeats_keys(self) -> bool:
         return not self.on_cpu and self.dtype == "float32" and self.repeat > 1
 
@@ -130,10 +133,14 @@ class Model:
         if self.scalar:
             rounded = 0 if self.width == FP32 else self.width
             return float(rows * self.hidden * (2 * FP32 + rounded))
-        logits, hidden = rows * self.vocab, rows * self.hidden * self.width
-        weights = 0 if self.lora is not None else self.vocab * self.hidden
-        in_blocks = logits * 2 * self.width + 2 * min(logits, self.block) * FP32
-        return float(hidden + max(in_blocks, (logits + weights) * self.width + hidden))
+        hidden, weights = rows * self.hidden, 0 if self.lora is not None else self.vocab * self.hidden
+        gradients = hidden * FP32 + weights * self.width
+        return float(hidden * self.width + gradients + max(self.log_probs(rows), 2 * hidden * self.width))
+
+    def log_probs(self, rows: int) -> int:
+        """Bytes of a slice's logits, and two float32 copies of what is computed at once."""
+        logits = rows * min(self.vocab, slice_width(rows, self.vocab))
+        return logits * self.width + 2 * (min(logits, CACHED_NUMBERS) if self.on_cpu else logits) * FP32
 
 
 _ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -230,13 +237,12 @@ def _attention_extras(model: Model, call: Call) -> tuple[float, float, float]:
 
 
 def _of_logits(model: Model, call: Call) -> float:
-    rounded = 0 if model.width == FP32 else model.width
-    logits, hidden = call.rows * model.vocab, (call.tokens + call.rows) * model.hidden * model.width
+    hidden = (call.tokens + call.rows) * model.hidden * model.width
     if model.scalar:
         return float(hidden + call.rows * model.hidden * FP32)
-    made = hidden + logits * (FP32 + rounded)
-    if call.draws:
-        padded = model.vocab % DRAWN_BLOCK > 0
-        copies = 1 + (call.temperature not in (0.0, 1.0)) + padded + (model.tp > 1)
-        return float(max(made, logits * FP32 * (1 + copies)))
-    return float(max(made, logits * FP32 + 2 * min(logits, model.block) * FP32))
+    if not call.draws:
+        return float(hidden + model.log_probs(call.rows))
+    logits, rounded = call.rows * model.vocab, 0 if model.width == FP32 else model.width
+    padded = model.vocab % DRAWN_BLOCK > 0
+    copies = 1 + (call.temperature not in (0.0, 1.0)) + padded + (model.tp > 1)
+    return float(max(hidden + logits * (FP32 + rounded), logits * FP32 * (1 + copies)))

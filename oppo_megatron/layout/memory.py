@@ -149,6 +149,6 @@ WHOLE_KERNEL_BYTES = 2**20
 
 
 def training_kernel_bytes(tokens: int) -> int:
-    """A layer's four products and the head, with two gradients each, for every row count."""
+    """A layer's four products and the head's two widths, with two gradients each, for every row count."""
     sizes = -(-tokens // WHOLE_MULTIPLE)
-    return min(3 * 5 * sizes, MOST_KERNELS) * WHOLE_KERNEL_BYTES
+    return min(3 * 6 * sizes, MOST_KERNELS) * WHOLE_KERNEL_BYTES

@@ -181,7 +181,7 @@ def _kernels(name: str, tokens: int, slots: int, *, makes_logits: bool) -> int:
     """Bytes of a CPU's kernels, one per row count: the actor decodes up to `slots` rows, all roles read up to `tokens`."""
     read = max(0, -(-min(tokens, MOST_ROWS) // ROW_MULTIPLE) - FEW_ROWS // ROW_MULTIPLE)
     decoded = min(slots, FEW_ROWS) if name == "actor" else 0
-    head = (decoded if name == "actor" else read) if makes_logits else 0
+    head = (decoded if name == "actor" else 2 * read) if makes_logits else 0  # log-probs: larger kernels, of fewer sizes
     return min(4 * (read + decoded) + head, MOST_KERNELS) * KERNEL_BYTES
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from oppo_megatron.config.model import Dtype
 from oppo_megatron.cores import processor
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.memory import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE
+from oppo_megatron.layout.memory import FEW_ROWS, MOST_ROWS, ROW_MULTIPLE, WHOLE_MULTIPLE
 
 
 class HalfOnCpu(torch.autograd.Function):
@@ -74,6 +74,11 @@ def can_prepack(weight: Tensor) -> bool:
     if weight.dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
     return weight.dtype == torch.float32
+
+
+def row_multiple(weight: Tensor) -> int:
+    """Return the multiple of rows to compute; oneDNN keeps a kernel (about 1 MiB) per number of rows."""
+    return WHOLE_MULTIPLE if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 else 1
 
 
 def product(weight_OI: Tensor, bias_O: Tensor | None = None, *, packed: bool) -> Callable[[Tensor], Tensor]:

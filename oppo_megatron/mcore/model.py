@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import initialize_rng_tracker
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
@@ -23,11 +23,10 @@ from oppo_megatron.config.model import KVLayout, LoraConfig, TrainingLayoutConfi
 from oppo_megatron.errors import CapacityError
 from oppo_megatron.layout.hf_layout import Head, Part, adapter_parts, stage_parts
 from oppo_megatron.layout.kernels import LayerKind
-from oppo_megatron.layout.memory import WHOLE_MULTIPLE
 from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore import compat
-from oppo_megatron.mcore.attention import AttentionPlan, PackedPlan, binding, rope_tables
-from oppo_megatron.mcore.cpu import can_prepack, product
+from oppo_megatron.mcore.attention import AttentionPlan, binding, rope_tables
+from oppo_megatron.mcore.cpu import can_prepack, product, row_multiple
 from oppo_megatron.mcore.experts import Routing, with_experts
 from oppo_megatron.mcore.fused import FusedStage
 from oppo_megatron.mcore.groups import RoleGroups
@@ -35,7 +34,7 @@ from oppo_megatron.mcore.kv.cached_plan import CachedPlan
 from oppo_megatron.mcore.kv.paged import PagedKVCache, find_kernel
 from oppo_megatron.mcore.kv.sequence_cache import KVCache, SequenceCache
 from oppo_megatron.mcore.layers import ScalarHead, block_spec
-from oppo_megatron.mcore.vocab import VocabShards
+from oppo_megatron.mcore.vocab import OutputRows, VocabShards
 
 DecodePath = Literal["packed", "fused", "module"]
 """Cached calls use a copy of the weights for CPUs (others: as fused), few kernels on the parameters, or megatron's modules."""
@@ -76,10 +75,6 @@ class RoleModel(GPTModel):
         self._fused_head: Callable[[Tensor], Tensor] | None = None
         if head == "scalar" and last:
             self.output_layer = ScalarHead(self.config)
-        elif self.config.sequence_parallel and last:  # `forward` gathers its rows, and sums their gradient
-            projection: Any = self.output_layer
-            projection.sequence_parallel = projection.allreduce_dgrad = False
-            projection.disable_grad_reduce = True
         for index, layer in enumerate(self.decoder.layers):
             layer.self_attention.stage_layer = index
             layer.self_attention.window = binding(shape.windows[layer.layer_number - 1], max_length)
@@ -93,13 +88,13 @@ class RoleModel(GPTModel):
 
     @property
     def token_multiple(self) -> int:
-        return math.lcm(self.groups.tp if self.config.sequence_parallel else 1, self._row_multiple)
+        return math.lcm(self.groups.tp if self.config.sequence_parallel else 1, row_multiple(next(self.parameters())))
 
     @property
-    def _row_multiple(self) -> int:
-        """oneDNN keeps a kernel (about 1 MiB) per number of rows."""
-        weight = next(self.parameters())
-        return WHOLE_MULTIPLE if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 else 1
+    def output_weight(self) -> Tensor:
+        tied = self.share_embeddings_and_output_weights
+        weight: Tensor = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        return weight
 
     def decode_by(self, path: DecodePath) -> None:
         self._path = path
@@ -120,9 +115,7 @@ class RoleModel(GPTModel):
         packed = self._path == "packed" and all(can_prepack(p) for p in self.parameters())
         self.fused = FusedStage(self.decoder.layers, self.decoder.final_layernorm, self.groups.collection.tp, packed=packed)
         if self.post_process and self.head == "lm":
-            tied = self.share_embeddings_and_output_weights
-            weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-            self._fused_head = product(weight, packed=packed)
+            self._fused_head = product(self.output_weight, packed=packed)
 
     def compute_as(self, adapted: RoleModel) -> None:
         """Use the derived tensors of `adapted`."""
@@ -134,7 +127,7 @@ class RoleModel(GPTModel):
         self.rope = rope_tables(self.shape, self.max_length, device)
 
     def forward(self, tokens_T: Tensor | None, plan: AttentionPlan, rows_R: Tensor | None = None) -> Tensor:
-        """Return hidden [T, 1, H]; last stage: logits [R, V / tp] (last rank: maybe fewer; cached: float32) or scalars [R]."""
+        """Return hidden [T, 1, H]; last stage: normed hidden [R, H] for `output_rows` or `logits`, or scalars [R]."""
         if self.fused is not None and isinstance(plan, CachedPlan):
             return self._cached_forward(self.fused, tokens_T, plan, rows_R)
         hidden = self.embedding(tokens_T.unsqueeze(0), None) if self.pre_process and tokens_T is not None else None
@@ -147,16 +140,21 @@ class RoleModel(GPTModel):
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=self.head == "lm", group=self.groups.collection.tp
             )
-        whole = isinstance(plan, PackedPlan)
-        if rows_R is not None:
-            hidden = hidden[F.pad(rows_R, (0, -len(rows_R) % self._row_multiple)) if whole else rows_R]
-        tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
-        out, _ = self.output_layer(hidden, weight=tied)
-        out = out if rows_R is None else out[: len(rows_R)]
+        hidden_RH = hidden[:, 0] if rows_R is None else hidden[rows_R, 0]
         if self.head == "scalar":
-            return out[:, 0, 0]
-        logits_RV = self.vocab.of_tokens(out[:, 0])
-        return logits_RV if whole else logits_RV.float()
+            return self.output_layer(hidden_RH)[0][:, 0]
+        if self.config.sequence_parallel:
+            return hidden_RH
+        return copy_to_tensor_model_parallel_region(hidden_RH, group=self.groups.collection.tp)
+
+    def output_rows(self, hidden_RH: Tensor) -> OutputRows:
+        return OutputRows(hidden_RH, self.output_weight, self.vocab)
+
+    @torch.no_grad()
+    def logits(self, hidden_RH: Tensor) -> Tensor:
+        """Return float32 logits [R, V / tp] (last rank: maybe fewer) of few rows."""
+        multiply = self._fused_head or product(self.output_weight, packed=False)
+        return self.vocab.of_tokens(multiply(hidden_RH)).float()
 
     def _cached_forward(self, stage: FusedStage, tokens_T: Tensor | None, plan: CachedPlan, rows_R: Tensor | None) -> Tensor:
         if self.pre_process and tokens_T is not None:
@@ -171,8 +169,7 @@ class RoleModel(GPTModel):
             hidden_TH = hidden_TH[rows_R]
         if self.head == "scalar":
             return self.output_layer(hidden_TH)[0][:, 0]
-        assert self._fused_head is not None
-        return self.vocab.of_tokens(self._fused_head(hidden_TH)).float()
+        return hidden_TH
 
     def tie_embeddings_and_output_weights_state_dict(
         self, sharded_state_dict: dict[str, Any], output_layer_weight_key: str, first_stage_word_emb_key: str,

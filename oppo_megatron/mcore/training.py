@@ -29,8 +29,8 @@ from oppo_megatron.mcore.experts import replay
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.model import RoleModel
 
-Loss = Callable[[MicroBatch, Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""(micro-batch, output of its rows) -> (its share of the minibatch's loss, summed statistics)."""
+Loss = Callable[[MicroBatch, Any], tuple[Tensor, dict[str, Tensor]]]
+"""(micro-batch, its rows as `OutputRows` or scalars) -> (its share of the minibatch's loss, summed statistics)."""
 
 Chunks = RoleModel | Sequence[RoleModel]
 
@@ -65,7 +65,12 @@ def _run(
             out = _forward(first, module, batch, size)
 
         def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            share, stats = (output.sum() * 0.0, {}) if batch.is_dummy else finish(batch, output)
+            rows: Any = output if first.head == "scalar" else chunks[-1].output_rows(output)
+            if batch.is_dummy:  # every weight has a gradient
+                numbers_R = output if first.head == "scalar" else rows.figures(batch.targets_R).logp_R
+                share, stats = numbers_R.sum() * 0.0, dict[str, Tensor]()
+            else:
+                share, stats = finish(batch, rows)
             return share, torch.zeros((), dtype=torch.int, device=share.device), stats  # losses are sums: no count
 
         return out, loss
@@ -113,12 +118,13 @@ def as_chunks(model: Chunks) -> list[RoleModel]:
 
 
 @torch.no_grad()
-def forward_rows(model: Chunks, batches: Sequence[MicroBatch], finish: Callable[[MicroBatch, Tensor], Tensor]) -> list[Tensor]:
+def forward_rows(model: Chunks, batches: Sequence[MicroBatch], finish: Callable[[MicroBatch, Any], Tensor]) -> list[Tensor]:
     """Return finish(batch, output) per micro-batch on the last stage, else [].  Raises CapacityError."""
     if not batches:
         return []
     chunks = as_chunks(model)
-    reports = _run(chunks, chunks, batches, lambda b, x: (x.new_zeros(()), {"out": finish(b, x)}), forward_only=True, ahead=[])
+    none = torch.zeros((), device=chunks[0].rope[0].device)
+    reports = _run(chunks, chunks, batches, lambda b, x: (none, {"out": finish(b, x)}), forward_only=True, ahead=[])
     return [report["out"] for report in reports]
 
 

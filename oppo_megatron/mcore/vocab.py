@@ -1,20 +1,23 @@
-"""The vocabulary over tensor ranks; log-probs and entropy from sharded logits in float32.
+"""The vocabulary over tensor ranks; log-probs and entropy from hidden states, in float32, without all logits at once.
 
 megatron's cross entropies read a global group or round gradients, and use more memory.
-Legend: R rows, V vocabulary shard, S shards, q = softmax(logits / temperature) over the whole vocabulary.
+Legend: R rows, B a block of them, H hidden, V vocabulary shard or a slice of it, S slices, q = softmax(logits / temperature) over
+the whole vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from oppo_megatron.layout.activations import BLOCK_NUMBERS, CACHED_NUMBERS
+from oppo_megatron.layout.activations import CACHED_NUMBERS, SLICE_NUMBERS, slice_width
+from oppo_megatron.mcore.cpu import row_multiple
 
 
 class VocabShards:
@@ -38,6 +41,16 @@ class VocabShards:
         missing = self.rows - self.num_tokens
         return F.pad(logits_RV, (0, missing), value=-torch.inf) if missing and self.size > 1 else logits_RV
 
+    def slices(self, num_rows: int) -> list[slice]:
+        width = slice_width(num_rows, self.num_tokens)
+        return [slice(first, min(first + width, self.num_tokens)) for first in range(0, self.num_tokens, width)]
+
+    def local(self, targets_R: Tensor, part: slice) -> tuple[Tensor, Tensor]:
+        """Return the targets' places in a slice (any for others), and which are in it."""
+        local_R = targets_R - (self.first + part.start)
+        inside_R = local_R.clamp(0, part.stop - part.start - 1)
+        return inside_R, inside_R == local_R
+
     def globally(self, tokens: Tensor) -> Tensor:
         return tokens + self.first
 
@@ -52,47 +65,103 @@ class VocabShards:
         return mine
 
 
-class _LogProbEntropy(torch.autograd.Function):
+class RowFigures(NamedTuple):
+    """Log q(target) and entropy of q (nats), and the largest absolute logit (no gradient), each [R], equal on every rank."""
+
+    logp_R: Tensor
+    entropy_R: Tensor
+    largest_R: Tensor
+
+
+@dataclass(frozen=True)
+class OutputRows:
+    """Hidden states [R, H] and this rank's output weight [V, H].  Logits are made a slice of the vocabulary at a time."""
+
+    hidden_RH: Tensor
+    weight_VH: Tensor
+    shards: VocabShards
+
+    def figures(self, targets_R: Tensor, temperature: float = 1.0) -> RowFigures:
+        """Temperature 0 means 1.  The gradient of hidden states is this rank's part; backward makes all slices but one again."""
+        found = _Figures.apply(*self._filled_up(self.hidden_RH, targets_R), self.weight_VH, self.shards, temperature or 1.0)
+        return RowFigures(*(each_R[: len(targets_R)] for each_R in found))
+
+    @torch.no_grad()
+    def by_rows(self, read: Callable[..., Tensor], *columns_R: Tensor) -> Tensor:
+        """Join read(logits [B, V], each column [B]) of few rows at a time."""
+        multiple = row_multiple(self.weight_VH)
+        size = max(1, SLICE_NUMBERS // (self.shards.num_tokens * multiple)) * multiple
+        weight_VH = self.weight_VH[: self.shards.num_tokens]
+        parts = zip(*(each.split(size) for each in self._filled_up(self.hidden_RH, *columns_R)), strict=True)
+        found = [read(F.linear(hidden_BH, weight_VH), *columns_B) for hidden_BH, *columns_B in parts]
+        return torch.cat(found)[: len(self.hidden_RH)]
+
+    def _filled_up(self, *of_rows: Tensor) -> list[Tensor]:
+        missing = -len(self.hidden_RH) % row_multiple(self.weight_VH)
+        return [F.pad(each, (0, 0) * (each.dim() - 1) + (0, missing)) if missing else each for each in of_rows]
+
+
+class _Figures(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_RV: Tensor, targets_R: Tensor, shards: VocabShards, temperature: float) -> tuple[Tensor, Tensor]:
-        shard = logits_RV.shape[-1]
-        local_R = targets_R - shards.first
-        here_R = (local_R >= 0) & (local_R < shard)
-        local_R = local_R.clamp(0, shard - 1)
-        top_R = logits_RV.amax(-1).float() / temperature
+    def forward(
+        ctx: Any, hidden_RH: Tensor, targets_R: Tensor, weight_VH: Tensor, shards: VocabShards, temperature: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        slices = shards.slices(len(hidden_RH))
+        found_5SR = hidden_RH.new_empty(5, len(slices), len(hidden_RH), dtype=torch.float32)
+        for found_5R, part in zip(found_5SR.unbind(1), slices, strict=True):
+            logits_RV = F.linear(hidden_RH, weight_VH[part])
+            local_R, here_R = shards.local(targets_R, part)
+            for rows in _blocks(logits_RV):
+                shifted_BV = _scaled(logits_RV[rows], temperature)
+                top_B = shifted_BV.amax(-1)
+                found_5R[0, rows], found_5R[1, rows] = top_B, torch.maximum(top_B, -shifted_BV.amin(-1))
+                found_5R[2, rows] = shifted_BV.gather(-1, local_R[rows, None])[:, 0] * here_R[rows]
+                mass_BV = shifted_BV.sub_(top_B[:, None]).exp()
+                found_5R[3, rows] = mass_BV.sum(-1)
+                found_5R[4, rows] = mass_BV.mul_(shifted_BV).sum(-1)
+                del shifted_BV, mass_BV  # or they would be held while the next rows' are made
+        most_2R = found_5SR[:2].amax(1)
         if shards.size > 1:
-            dist.all_reduce(top_R, op=dist.ReduceOp.MAX, group=shards.group)
-        sums_3R = top_R.new_empty(3, len(top_R))
-        for rows in _blocks(logits_RV):
-            shifted_BV = _scaled(logits_RV[rows], temperature).sub_(top_R[rows, None])
-            sums_3R[1, rows] = shifted_BV.gather(-1, local_R[rows, None])[:, 0] * here_R[rows]
-            mass_BV = shifted_BV.exp()
-            sums_3R[0, rows] = mass_BV.sum(-1)
-            sums_3R[2, rows] = mass_BV.mul_(shifted_BV).sum(-1)
-            del shifted_BV, mass_BV  # or they would be held while the next rows' are made
+            dist.all_reduce(most_2R, op=dist.ReduceOp.MAX, group=shards.group)
+        top_R, largest_R = most_2R
+        tops_SR, _, target_SR, mass_SR, weighted_SR = found_5SR
+        below_SR = tops_SR - top_R
+        sums_3R = torch.stack([target_SR, mass_SR * below_SR.exp(), (weighted_SR + mass_SR * below_SR) * below_SR.exp()]).sum(1)
         if shards.size > 1:
             dist.all_reduce(sums_3R, group=shards.group)
-        mass_R, target_R, weighted_R = sums_3R
+        target_R, mass_R, weighted_R = sums_3R
         log_mass_R = mass_R.log()
         entropy_R = log_mass_R - weighted_R / mass_R
-        ctx.save_for_backward(logits_RV, local_R, here_R, top_R, log_mass_R, entropy_R)
-        ctx.temperature = temperature
-        return target_R - log_mass_R, entropy_R
+        ctx.save_for_backward(hidden_RH, targets_R, weight_VH, top_R, log_mass_R, entropy_R)
+        ctx.slices, ctx.shards, ctx.temperature, ctx.last_RV = slices, shards, temperature, logits_RV
+        largest_R = largest_R * temperature
+        ctx.mark_non_differentiable(largest_R)
+        return target_R - top_R - log_mass_R, entropy_R, largest_R
 
     @staticmethod
-    def backward(ctx: Any, grad_logp_R: Tensor, grad_entropy_R: Tensor) -> tuple[Tensor, None, None, None]:
-        logits_RV, local_R, here_R, top_R, log_mass_R, entropy_R = ctx.saved_tensors
-        pulled_R = grad_logp_R * here_R
-        grad_RV = torch.empty_like(logits_RV)
-        for rows in _blocks(logits_RV):
-            logq_BV = _scaled(logits_RV[rows], ctx.temperature).sub_(top_R[rows, None]).sub_(log_mass_R[rows, None])
-            # d logp / dx = onehot - q;  d H / dx = -q (log q + H)
-            inner_BV = (logq_BV + entropy_R[rows, None]).mul_(grad_entropy_R[rows, None]).add_(grad_logp_R[rows, None])
-            grad_BV = logq_BV.exp_().mul_(inner_BV).neg_()
-            grad_BV.scatter_add_(-1, local_R[rows, None], pulled_R[rows, None])
-            grad_RV[rows] = grad_BV if ctx.temperature == 1.0 else grad_BV.div_(ctx.temperature)
-            del logq_BV, inner_BV, grad_BV
-        return grad_RV, None, None, None
+    def backward(ctx: Any, grad_logp_R: Tensor, grad_entropy_R: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_RH, targets_R, weight_VH, top_R, log_mass_R, entropy_R = ctx.saved_tensors
+        logits_RV, ctx.last_RV = ctx.last_RV, None
+        grad_RH = torch.zeros_like(hidden_RH, dtype=torch.float32)
+        grad_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[2] else None
+        for part in reversed(ctx.slices):
+            if logits_RV is None:
+                logits_RV = F.linear(hidden_RH, weight_VH[part])
+            local_R, here_R = ctx.shards.local(targets_R, part)
+            pulled_R = grad_logp_R * here_R
+            for rows in _blocks(logits_RV):
+                logq_BV = _scaled(logits_RV[rows], ctx.temperature).sub_(top_R[rows, None]).sub_(log_mass_R[rows, None])
+                # d logp / dx = onehot - q;  d H / dx = -q (log q + H)
+                inner_BV = (logq_BV + entropy_R[rows, None]).mul_(grad_entropy_R[rows, None]).add_(grad_logp_R[rows, None])
+                grad_BV = logq_BV.exp_().mul_(inner_BV).neg_()
+                grad_BV.scatter_add_(-1, local_R[rows, None], pulled_R[rows, None])
+                logits_RV[rows] = grad_BV if ctx.temperature == 1.0 else grad_BV.div_(ctx.temperature)
+                del logq_BV, inner_BV, grad_BV
+            if grad_VH is not None:
+                torch.mm(logits_RV.T, hidden_RH, out=grad_VH[part])
+            grad_RH += logits_RV @ weight_VH[part]
+            logits_RV = None
+        return grad_RH.to(hidden_RH.dtype), None, grad_VH, None, None
 
 
 def _blocks(logits_RV: Tensor) -> Iterator[slice]:
@@ -101,26 +170,12 @@ def _blocks(logits_RV: Tensor) -> Iterator[slice]:
 
 
 def _block_rows(logits_RV: Tensor) -> int:
-    return max(1, (CACHED_NUMBERS if logits_RV.device.type == "cpu" else BLOCK_NUMBERS) // logits_RV.shape[-1])
+    return max(1, CACHED_NUMBERS // logits_RV.shape[-1] if logits_RV.device.type == "cpu" else len(logits_RV))
 
 
 def _scaled(logits_BV: Tensor, temperature: float) -> Tensor:
     copied_BV = logits_BV.to(torch.float32, copy=True)
     return copied_BV if temperature == 1.0 else copied_BV.div_(temperature)
-
-
-def token_logprobs(logits_RV: Tensor, targets_R: Tensor, shards: VocabShards, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Return log q(target) and entropy of q, each [R], equal on every rank; temperature 0 means 1."""
-    return _LogProbEntropy.apply(logits_RV, targets_R, shards, temperature or 1.0)
-
-
-def largest_logits(logits_RV: Tensor, shards: VocabShards) -> Tensor:
-    """Return [R], equal on every rank; no gradient."""
-    logits_RV = logits_RV.detach()
-    largest_R = torch.maximum(logits_RV.amax(-1), -logits_RV.amin(-1)).float()
-    if shards.size > 1:
-        dist.all_reduce(largest_R, op=dist.ReduceOp.MAX, group=shards.group)
-    return largest_R
 
 
 def likeliest_share(logits_RV: Tensor, targets_R: Tensor, shards: VocabShards) -> Tensor:

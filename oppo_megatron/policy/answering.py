@@ -31,7 +31,7 @@ from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.mcore.training import forward_rows
-from oppo_megatron.mcore.vocab import token_logprobs
+from oppo_megatron.mcore.vocab import OutputRows
 from oppo_megatron.mcore.weights.checkpoint import load_adapters
 from oppo_megatron.policy import answers
 from oppo_megatron.policy.answers import Conversation, Decode, GrowingText, OutputFile, Request, ResponseFile, Terminal, answer_of
@@ -249,10 +249,13 @@ class LoadedPolicy:
         mine = range(groups.dp_rank, len(pairs), groups.dp)
         found_N2 = torch.zeros(len(pairs), 2, dtype=torch.float64, device=device)
 
-        def finish(batch: MicroBatch, logits_RV: Tensor) -> Tensor:
-            logp_R, _ = token_logprobs(logits_RV, batch.targets_R, vocab)
-            greedy_R = draw_at(logits_RV.float(), Sampling(temperature=0.0), torch.zeros_like(logp_R), vocab).tokens
-            columns_R2 = torch.stack([logp_R.double(), (greedy_R == batch.targets_R).double()], -1)
+        def greedy(logits_BV: Tensor, targets_B: Tensor) -> Tensor:
+            return draw_at(logits_BV.float(), Sampling(temperature=0.0), targets_B, vocab).tokens == targets_B
+
+        def finish(batch: MicroBatch, output: OutputRows) -> Tensor:
+            targets_R = batch.targets_R
+            columns = output.figures(targets_R).logp_R.double(), output.by_rows(greedy, targets_R).double()
+            columns_R2 = torch.stack(columns, -1)
             return torch.stack([torch.stack([x[:, 0].sum(), x[:, 1].amin()]) for x in columns_R2.split(list(batch.counts))])
 
         contexts, continuations = [pairs[i][0] for i in mine], [pairs[i][1] for i in mine]

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from oppo_megatron.algorithms.packed import GAP_STATS, GapLimit, gap_stats, judg
 from oppo_megatron.mcore.batch import MicroBatch, join_rows, pack_responses
 from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.training import forward_rows, read_reports
-from oppo_megatron.mcore.vocab import largest_logits, token_logprobs
+from oppo_megatron.mcore.vocab import OutputRows, RowFigures
 from oppo_megatron.records import Rollout
 from oppo_megatron.schedule.packing import balance
 from oppo_megatron.train.roles import TrainedRole
@@ -56,7 +57,7 @@ class Actor:
     _begun: BegunUpdate | None = None
 
     def __post_init__(self) -> None:
-        self._groups, self._vocab = self.role.trained.model.groups, self.role.trained.model.vocab
+        self._groups = self.role.trained.model.groups
         self._compared_at = self.algorithm.choices.temperature(self.temperature)
 
     def begin(self, batch: Sequence[Rollout], settings: UpdateSettings) -> None:
@@ -79,15 +80,15 @@ class Actor:
         inputs_T, columns_T = self._loss_inputs(batch, experience, begun.proximal_T, settings)
         counts = {"batch_size": len(batch), "group_size": settings.group_size}
 
-        def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
-            logp, entropy = token_logprobs(output, micro.targets_R, self._vocab, self._compared_at)
+        def loss(micro: MicroBatch, output: OutputRows, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
+            logp, entropy, _ = found = output.figures(micro.targets_R, self._compared_at)
             old_T, advantages_T, stale_T = (micro.extra[name] for name in ("old_logp", "advantages", "stale"))
             reference_T, weight_T, share_T = (micro.extra.get(name) for name in ("reference_logp", "weight", "share"))
             lengths_R = on_device(micro.counts, logp.device) if self.algorithm.needs_lengths else None
             columns = {name: micro.extra[name] for name in columns_T} | ({"tokens": micro.targets_R} if columns_T else {})
             targets = ActorTargets(old_T, advantages_T, reference_T, weight_T, share_T, lengths_R, stale_T, columns, counts)
             value, stats = self.algorithm.actor_loss(logp, entropy, targets, kl_coefficient, num_tokens)
-            return value, stats_dict(stats) | (self._first_sums(micro, logp.detach(), output.detach()) if first else {})
+            return value, stats_dict(stats) | (self._first_sums(micro, output, found) if first else {})
 
         counted = None if experience.counted_B is None else experience.counted_B.tolist()
 
@@ -160,9 +161,9 @@ class Actor:
     def _under_start(self, batch: Sequence[Rollout], settings: UpdateSettings) -> BegunUpdate:
         """Log-probs under the initial weights."""
 
-        def logprobs(micro: MicroBatch, output: Tensor) -> Tensor:
-            logp_R, _ = token_logprobs(output, micro.targets_R, self._vocab, self.temperature)
-            return torch.stack([logp_R, largest_logits(output, self._vocab)], -1)
+        def logprobs(micro: MicroBatch, output: OutputRows) -> Tensor:
+            found = output.figures(micro.targets_R, self.temperature)
+            return torch.stack([found.logp_R, found.largest_R], -1)
 
         found_T2 = forward_batch(self.role, batch, settings.micro_batch_tokens, logprobs)
         if found_T2 is None:
@@ -172,13 +173,13 @@ class Actor:
         gap = gap_stats(logp_T - drawn_T, largest_T, fresh_tokens(batch, settings), self.gap_limit)
         return BegunUpdate(logp_T, read_reports([gap])[0])
 
-    def _first_sums(self, micro: MicroBatch, logp_R: Tensor, logits_RV: Tensor) -> dict[str, Tensor]:
+    @torch.no_grad()
+    def _first_sums(self, micro: MicroBatch, output: OutputRows, found: RowFigures) -> dict[str, Tensor]:
         if self._compared_at != self.temperature:
-            logp_R, _ = token_logprobs(logits_RV, micro.targets_R, self._vocab, self.temperature)
-        difference_R = logp_R - micro.extra["behaviour_logp"]
+            found = output.figures(micro.targets_R, self.temperature)
+        difference_R = found.logp_R - micro.extra["behaviour_logp"]
         ratio_R = difference_R.double().exp()
-        largest_R = largest_logits(logits_RV, self._vocab)
-        return gap_stats(difference_R, largest_R, micro.extra["fresh"], self.gap_limit) | {
+        return gap_stats(difference_R, found.largest_R, micro.extra["fresh"], self.gap_limit) | {
             "weight_sum": ratio_R.sum(),
             "weight_squares": ratio_R.square().sum(),
         }
@@ -198,7 +199,7 @@ class Actor:
 
 
 def forward_batch(
-    role: TrainedRole, batch: Sequence[Rollout], budget: int, finish: Callable[[MicroBatch, Tensor], Tensor]
+    role: TrainedRole, batch: Sequence[Rollout], budget: int, finish: Callable[[MicroBatch, Any], Tensor]
 ) -> Tensor | None:
     """Return finish(micro-batch, output) of all response tokens, [T, ...], on the last stage; replicas divide the rows.
 

@@ -33,7 +33,7 @@ from oppo_megatron.errors import DataError
 from oppo_megatron.mcore.batch import Answered, MicroBatch, pack_responses
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.training import forward_rows
-from oppo_megatron.mcore.vocab import VocabShards, token_logprobs
+from oppo_megatron.mcore.vocab import OutputRows
 from oppo_megatron.modeldir.headers import read_hf_config
 from oppo_megatron.rundir.directory import RunDirectory, atomic_writer
 from oppo_megatron.rundir.manifest import describe, list_files
@@ -192,9 +192,8 @@ class ReferencePass:
             self.note(f"reference log-probs: {done} of {len(missing)} answers computed in {took_s:.1f} s, in {self.path}")
 
 
-def answer_logprobs(batch: MicroBatch, logits_RV: Tensor, vocab: VocabShards) -> Tensor:
-    logp_R, _ = token_logprobs(logits_RV, batch.targets_R, vocab)
-    return sequence_sums(logp_R, batch.counts)
+def answer_logprobs(batch: MicroBatch, output: OutputRows) -> Tensor:
+    return sequence_sums(output.figures(batch.targets_R).logp_R, batch.counts)
 
 
 def answer_sums(
@@ -206,10 +205,10 @@ def answer_sums(
     mine = range(groups.dp_rank, len(answers), groups.dp)
     finished: list[int] = []
 
-    def finish(batch: MicroBatch, logits_RV: Tensor) -> Tensor:
+    def finish(batch: MicroBatch, output: OutputRows) -> Tensor:
         finished.extend(batch.index)
         report(min(1.0, len(finished) / len(mine)))
-        return answer_logprobs(batch, logits_RV, model.vocab)
+        return answer_logprobs(batch, output)
 
     batched = pack_responses([answers[i][0] for i in mine], [answers[i][1] for i in mine], budget, device)
     sums = forward_rows(model, batched, finish)

@@ -163,7 +163,7 @@ class SupervisedTrainer(Saveable, Generic[RowT]):
         if self.take_point is not None:
             with self.spans.span("point", role="model", step=step):
                 self.take_point(self.trained, chosen, step, budget)
-        mine, loss = [chosen[i] for i in shares[groups.dp_rank]], partial(self.task.loss, chosen, self.trained.model.vocab)
+        mine, loss = [chosen[i] for i in shares[groups.dp_rank]], partial(self.task.loss, chosen)
         activity = self.saver.world.activity
         with self.spans.span("update", role="model", step=step), activity.doing(f"update, step {step}"):
             report = self.trained.step(self.task.micro_batches(mine, budget, device), loss)

@@ -37,7 +37,7 @@ from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.mcore.batch import Answered, MicroBatch, pack_at, pack_responses, pack_together, whole_sequences
 from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.training import TrainedModel, forward_rows
-from oppo_megatron.mcore.vocab import VocabShards, likeliest_share, token_logprobs
+from oppo_megatron.mcore.vocab import OutputRows, likeliest_share
 from oppo_megatron.schedule.packing import pack_by_tokens
 from oppo_megatron.train.heldout import HeldoutSchedule
 from oppo_megatron.train.reference_pass import Table, answer_logprobs, key_of
@@ -45,8 +45,8 @@ from oppo_megatron.train.score_exchange import sum_over_ranks
 
 RowT = TypeVar("RowT", bound=tuple[list[Any], ...])
 
-Measure = Callable[[Sequence[RowT], VocabShards, MicroBatch, Tensor], Tensor]
-"""(rows, vocabulary, micro-batch, its output) -> [N, 1 + K] in float64: each row's weight, and its sum of each metric."""
+Measure = Callable[[Sequence[RowT], MicroBatch, Any], Tensor]
+"""(rows, micro-batch, its output) -> [N, 1 + K] in float64: each row's weight, and its sum of each metric."""
 
 TakePoint = Callable[[TrainedModel, Sequence[Any], int, int], None]
 """(model, rows, step, token budget): measures an input of the loss on a whole batch (KTO's reference point)."""
@@ -67,11 +67,11 @@ class Task(ABC, Generic[RowT]):
     def micro_batches(self, rows: Sequence[RowT], budget: int, device: torch.device) -> list[MicroBatch]: ...
 
     @abstractmethod
-    def loss(self, rows: Sequence[RowT], vocab: VocabShards, batch: MicroBatch, output: Tensor) -> Share:
+    def loss(self, rows: Sequence[RowT], batch: MicroBatch, output: Any) -> Share:
         """Share of the mean loss of all `rows`."""
 
     @abstractmethod
-    def measure(self, rows: Sequence[RowT], vocab: VocabShards, batch: MicroBatch, output: Tensor) -> Tensor:
+    def measure(self, rows: Sequence[RowT], batch: MicroBatch, output: Any) -> Tensor:
         """Table of a `Measure`."""
 
 
@@ -86,14 +86,13 @@ class FineTuning(Task[Completion]):
     def micro_batches(self, rows: Sequence[Completion], budget: int, device: torch.device) -> list[MicroBatch]:
         return pack_responses([row.prompt for row in rows], [row.completion for row in rows], budget, device)
 
-    def loss(self, rows: Sequence[Completion], vocab: VocabShards, batch: MicroBatch, output: Tensor) -> Share:
-        logp_R, _ = token_logprobs(output, batch.targets_R, vocab)
-        return next_token_loss(logp_R, sum(len(row.completion) for row in rows))
+    def loss(self, rows: Sequence[Completion], batch: MicroBatch, output: OutputRows) -> Share:
+        return next_token_loss(output.figures(batch.targets_R).logp_R, sum(len(row.completion) for row in rows))
 
-    def measure(self, rows: Sequence[Completion], vocab: VocabShards, batch: MicroBatch, output: Tensor) -> Tensor:
+    def measure(self, rows: Sequence[Completion], batch: MicroBatch, output: OutputRows) -> Tensor:
         """Per row: completion tokens, sum of negative log-probs, number of most likely tokens."""
-        logp_R, _ = token_logprobs(output, batch.targets_R, vocab)
-        right_R = likeliest_share(output, batch.targets_R, vocab)
+        logp_R = output.figures(batch.targets_R).logp_R
+        right_R = output.by_rows(partial(likeliest_share, shards=output.shards), batch.targets_R)
         columns_R3 = torch.stack([torch.ones_like(logp_R), -logp_R, right_R], -1).double()
         pieces = columns_R3.split([len(rows[i].completion) for i in batch.index])
         return torch.stack([piece.sum(0) for piece in pieces])
@@ -116,10 +115,10 @@ class RewardModelling(Task[Pair]):
             for index in pack_by_tokens([self.num_tokens(row) for row in rows], budget)
         ]
 
-    def loss(self, rows: Sequence[Pair], vocab: VocabShards, batch: MicroBatch, output: Tensor) -> Share:
+    def loss(self, rows: Sequence[Pair], batch: MicroBatch, output: Tensor) -> Share:
         return preference_loss(output.view(-1, 2), len(rows))
 
-    def measure(self, rows: Sequence[Pair], vocab: VocabShards, batch: MicroBatch, output: Tensor) -> Tensor:
+    def measure(self, rows: Sequence[Pair], batch: MicroBatch, output: Tensor) -> Tensor:
         """Per pair: 1, loss, accuracy and margin."""
         return preference_table(output.view(-1, 2)).double()
 
@@ -142,10 +141,10 @@ class ProcessRewardModelling(Task[Steps]):
             batch.extra["labels"] = on_device(labels, device, torch.float32)
         return batches
 
-    def loss(self, rows: Sequence[Steps], vocab: VocabShards, batch: MicroBatch, output: Tensor) -> Share:
+    def loss(self, rows: Sequence[Steps], batch: MicroBatch, output: Tensor) -> Share:
         return step_loss(output, batch.extra["labels"], sum(len(row.labels) for row in rows))
 
-    def measure(self, rows: Sequence[Steps], vocab: VocabShards, batch: MicroBatch, output: Tensor) -> Tensor:
+    def measure(self, rows: Sequence[Steps], batch: MicroBatch, output: Tensor) -> Tensor:
         """Per row: number of labels, sum of losses, number of right predictions."""
         columns_R3 = step_table(output, batch.extra["labels"]).double()
         pieces = columns_R3.split([len(rows[i].labels) for i in batch.index])
@@ -189,12 +188,12 @@ class Preferences(Task[RowT]):
             batch.extra["counts"] = on_device(list(batch.counts), device, torch.float64)
         return batches
 
-    def loss(self, rows: Sequence[RowT], vocab: VocabShards, batch: MicroBatch, output: Tensor) -> Share:
-        return mean_loss(self.columns(batch, answer_logprobs(batch, output, vocab)), len(rows))
+    def loss(self, rows: Sequence[RowT], batch: MicroBatch, output: OutputRows) -> Share:
+        return mean_loss(self.columns(batch, answer_logprobs(batch, output)), len(rows))
 
-    def measure(self, rows: Sequence[RowT], vocab: VocabShards, batch: MicroBatch, output: Tensor) -> Tensor:
+    def measure(self, rows: Sequence[RowT], batch: MicroBatch, output: OutputRows) -> Tensor:
         """Per row: 1, and the held-out metrics."""
-        return table_of(self.columns(batch, answer_logprobs(batch, output, vocab)), PREFERENCE_METRICS)
+        return table_of(self.columns(batch, answer_logprobs(batch, output)), PREFERENCE_METRICS)
 
 
 class PairPreferences(Preferences[Pair]):
@@ -248,8 +247,8 @@ class MarkedPreferences(Preferences[Marked]):
         """Measure z0 with the current weights.  Collective of the world."""
         self.point = 0.0
 
-        def log_ratios(rows: Sequence[Any], vocab: VocabShards, batch: MicroBatch, logits_RV: Tensor) -> Tensor:
-            ratio_S = answer_logprobs(batch, logits_RV, vocab) - batch.extra["reference"]
+        def log_ratios(rows: Sequence[Any], batch: MicroBatch, output: OutputRows) -> Tensor:
+            ratio_S = answer_logprobs(batch, output) - batch.extra["reference"]
             return torch.stack([torch.ones_like(ratio_S), ratio_S], -1)
 
         if mismatched := self.mismatched(rows):
@@ -292,7 +291,7 @@ def measure_rows(
     """Moments of `measure`'s table (`width` columns), divided among replicas.  Collective of the world."""
     groups = trained.model.groups
     mine = rows[groups.dp_rank :: groups.dp]
-    device, finish = next(trained.model.parameters()).device, partial(measure, mine, trained.model.vocab)
+    device, finish = next(trained.model.parameters()).device, partial(measure, mine)
     tables = forward_rows(trained.chunks, micro_batches(mine, budget, device), finish)
     speaks = groups.is_last_stage and groups.tp_rank == 0  # one rank for each replica
     table = torch.cat(tables).tolist() if speaks and tables else []

@@ -25,14 +25,25 @@ from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.mcore.roles import load_training
 from oppo_megatron.mcore.training import Loss, TrainedModel, forward_rows
-from oppo_megatron.mcore.vocab import token_logprobs
+from oppo_megatron.mcore.vocab import OutputRows
 from oppo_megatron.mcore.weights.hf_weights import export_weights
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.packing import balance
 from oppo_megatron.train.actor import Actor
 from oppo_megatron.train.roles import TrainedRole
 from oppo_megatron.train.update import UpdateSettings, begin_update, run_update
-from tests.gloo.models import CPU, MAX_LENGTH, Whole, gather_logits, load, micro_batches, pass_on, stage_inputs, world_groups
+from tests.gloo.models import (
+    CPU,
+    MAX_LENGTH,
+    Whole,
+    gather_logits,
+    load,
+    micro_batches,
+    pass_on,
+    stage_inputs,
+    whole_logits,
+    world_groups,
+)
 
 ENTROPY_WEIGHT = 0.05
 TEMPERATURE = 0.8
@@ -66,12 +77,12 @@ class Minibatch:
 def loss_of(model: RoleModel, num_tokens: int) -> Loss:
     """Weighted log-likelihood and entropy of a language model, squared error of a scalar one; a mean over all tokens."""
 
-    def loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(batch: MicroBatch, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
         numbers = batch.extra["numbers"]
         if model.head == "scalar":
             share = ((output - numbers) ** 2).sum() / num_tokens
         else:
-            logprobs, entropy = token_logprobs(output, batch.targets_R, model.vocab, TEMPERATURE)
+            logprobs, entropy, _ = output.figures(batch.targets_R, TEMPERATURE)
             share = -(numbers * logprobs + ENTROPY_WEIGHT * entropy).sum() / num_tokens
         return share, {"loss": share.detach(), "max_tokens": torch.tensor(float(len(batch.tokens_T)))}
 
@@ -141,12 +152,14 @@ def cached_outputs(model: RoleModel, probes: Sequence[list[int]]) -> Tensor | No
     inputs = stage_inputs(model, torch.tensor([token for probe in probes for token in probe]))
     out = step(model, cache, list(range(len(probes))), list(map(len, probes)), inputs)
     pass_on(model, out)
-    return out if model.groups.is_last_stage else None
+    if not model.groups.is_last_stage:
+        return None
+    return model.logits(out) if model.head == "lm" else out
 
 
 def full_outputs(chunks: Sequence[RoleModel], probes: Sequence[list[int]]) -> Tensor | None:
     batches = micro_batches([Whole(probe, list(range(len(probe)))) for probe in probes], size=1)
-    outputs = forward_rows(chunks, batches, lambda _, out: out)
+    outputs = forward_rows(chunks, batches, lambda _, out: whole_logits(out) if chunks[0].head == "lm" else out)
     return torch.cat(outputs) if outputs else None
 
 
@@ -166,8 +179,8 @@ def updates(
     batch = [Rollout(Prompt(i, i, "", tuple(tokens(prompt))), i, tokens(answer)) for i, (prompt, answer) in enumerate(lengths)]
     weights_T = torch.rand(sum(len(rollout.tokens) for rollout in batch), generator=dice)
 
-    def loss(micro: MicroBatch, output: Tensor, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
-        logp_R, _ = token_logprobs(output, micro.targets_R, chunks[0].vocab)
+    def loss(micro: MicroBatch, output: OutputRows, num_tokens: int, first: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        logp_R = output.figures(micro.targets_R).logp_R
         share = -(logp_R * micro.extra["weights"]).sum() / num_tokens
         stats = {"loss": share.detach(), "max_logp": logp_R.detach().max(), "first": torch.tensor(float(first))}
         return share, stats | {"tokens": torch.tensor(float(len(logp_R)))}

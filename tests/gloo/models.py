@@ -16,7 +16,7 @@ from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.model import DecodePath, RoleModel
 from oppo_megatron.mcore.roles import load_role
 from oppo_megatron.mcore.training import forward_rows
-from oppo_megatron.mcore.vocab import VocabShards
+from oppo_megatron.mcore.vocab import OutputRows, VocabShards
 from tests.support.hf import tiny_model
 
 CPU = torch.device("cpu")
@@ -42,6 +42,11 @@ def gather_logits(logits_RV: Tensor, vocab: VocabShards) -> Tensor:
     if vocab.size == 1:
         return logits_RV
     return torch.cat(list(vocab.gather(vocab.filled_up(logits_RV))), dim=-1)[:, : vocab.vocab_size]
+
+
+def whole_logits(output: OutputRows) -> Tensor:
+    """Logits [R, V / tp] of an output, all at once."""
+    return output.by_rows(lambda logits_BV, _: logits_BV, torch.zeros(len(output.hidden_RH), dtype=torch.int64))
 
 
 def world_groups(tp: int, pp: int) -> RoleGroups:
@@ -80,8 +85,8 @@ def micro_batches(sequences: Sequence[Whole], size: int = 8) -> list[MicroBatch]
 def full_outputs(model: RoleModel, sequences: Sequence[Whole]) -> Tensor | None:
     """Logits [R, V] or scalars [R] of the positions by the cache-free forward; None before the last stage."""
 
-    def finish(_: MicroBatch, out: Tensor) -> Tensor:
-        return gather_logits(out, model.vocab) if model.head == "lm" else out
+    def finish(_: MicroBatch, out: Any) -> Tensor:
+        return gather_logits(whole_logits(out), model.vocab) if model.head == "lm" else out
 
     outputs = forward_rows(model, micro_batches(sequences), finish)
     return torch.cat(outputs) if model.groups.is_last_stage else None

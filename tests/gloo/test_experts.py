@@ -21,7 +21,6 @@ from oppo_megatron.mcore.batch import join_rows, pack_responses
 from oppo_megatron.mcore.experts import ANY, replay
 from oppo_megatron.mcore.roles import load_role, load_training
 from oppo_megatron.mcore.training import forward_rows
-from oppo_megatron.mcore.vocab import token_logprobs
 from oppo_megatron.mcore.weights.hf_source import read_shape
 from oppo_megatron.records import Prompt, Rollout
 from tests.gloo.models import CPU, save_small, world_groups
@@ -66,7 +65,7 @@ def drawn_and_trained(
         batches = pack_responses(prompts, responses, 100, CPU)
         for batch in batches if way == "replayed" else ():
             batch.routes = [route for i in batch.index for route in rollouts[i].routes]
-        out = forward_rows(chunks, batches, lambda b, x: token_logprobs(x, b.targets_R, chunks[0].vocab)[0])
+        out = forward_rows(chunks, batches, lambda b, x: x.figures(b.targets_R).logp_R)
         if groups.is_last_stage:
             found[way] = join_rows(out, list(map(len, responses)), batches)
     return found

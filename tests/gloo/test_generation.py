@@ -19,9 +19,8 @@ from oppo_megatron.mcore.batch import join_rows, pack_responses
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.training import forward_rows
-from oppo_megatron.mcore.vocab import token_logprobs
 from oppo_megatron.records import Prompt, Rollout
-from tests.gloo.models import CPU, PATHS, gather_logits, load, save_small, world_groups
+from tests.gloo.models import CPU, PATHS, gather_logits, load, save_small, whole_logits, world_groups
 from tests.support.ranks import run_ranks
 from tests.unit.test_engine_sampler import plain_truncation
 
@@ -151,9 +150,8 @@ def _against_training(model: RoleModel, sampling: Sampling) -> dict[str, Any]:
     rollouts = list(decode(model, sampling, Variant(max_steps=7, slots=4)).values())
     lengths = [len(r.tokens) for r in rollouts]
     batches = pack_responses([r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts], 60, CPU)
-    vocab = model.vocab
-    logprobs = forward_rows(model, batches, lambda b, out: token_logprobs(out, b.targets_R, vocab, sampling.temperature)[0])
-    logits = forward_rows(model, batches, lambda _, out: gather_logits(out, vocab))
+    logprobs = forward_rows(model, batches, lambda b, out: out.figures(b.targets_R, sampling.temperature).logp_R)
+    logits = forward_rows(model, batches, lambda _, out: gather_logits(whole_logits(out), model.vocab))
     assert all(r.versions == sorted(r.versions) and len(r.versions) == len(r.tokens) for r in rollouts)
     answer = {
         "tokens": [t for r in rollouts for t in r.tokens], "logprobs": [x for r in rollouts for x in r.logprobs],
@@ -191,8 +189,7 @@ def early_end(directory: str, tp: int, pp: int, micro_batches: int) -> dict[str,
         "sent": [part.tolist() for chunk in (first, second) for part in outlet.message(chunk)],
     }  # fmt: skip
     batches = pack_responses([r.prompt.tokens for r in done], [r.tokens for r in done], 60, CPU)
-    vocab = model.vocab
-    fresh = forward_rows(model, batches, lambda b, out: token_logprobs(out, b.targets_R, vocab)[0])
+    fresh = forward_rows(model, batches, lambda b, out: out.figures(b.targets_R).logp_R)
     if model.groups.is_last_stage:
         recorded = torch.tensor([x for r in done for x in r.logprobs])
         answer["gaps"] = (join_rows(fresh, [len(r.tokens) for r in done], batches) - recorded).tolist()

@@ -1,13 +1,16 @@
 """Log-probs, entropy and a user's loss: those of plain torch in any layout, and advantages are the same on all ranks."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -22,8 +25,9 @@ from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.config.reliability import GuardsConfig
 from oppo_megatron.errors import PluginError
 from oppo_megatron.layout.layouts import vocab_rows
+from oppo_megatron.mcore import vocab
 from oppo_megatron.mcore.training import StepReport, TrainedModel
-from oppo_megatron.mcore.vocab import VocabShards, token_logprobs
+from oppo_megatron.mcore.vocab import OutputRows, VocabShards
 from oppo_megatron.mcore.weights.hf_weights import export_weights
 from oppo_megatron.plugins import Plugin
 from oppo_megatron.records import Prompt, Rollout
@@ -33,7 +37,7 @@ from oppo_megatron.train.guard import Guard, Rollbacks
 from oppo_megatron.train.roles import TrainedRole
 from oppo_megatron.train.update import UpdateSettings
 from tests.gloo.jobs_training import load_chunks
-from tests.gloo.models import CPU, gather_logits, world_groups
+from tests.gloo.models import CPU, world_groups
 from tests.support.ranks import run_ranks
 
 JOBS = "tests.gloo.test_losses:"
@@ -43,93 +47,140 @@ def shards_of(vocab_size: int) -> VocabShards:
     return VocabShards(dist.group.WORLD, vocab_rows(vocab_size, dist.get_world_size()), vocab_size)
 
 
-def shard_results(logits_RV: Tensor, targets_R: Tensor, temperature: float, weights_2R: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-probs, entropies, this shard's gradient of weights . (log-probs, entropies))."""
-    vocab = shards_of(logits_RV.shape[-1])
-    shard_RV = logits_RV.split(vocab.rows, dim=-1)[vocab.rank].clone().requires_grad_()
-    before_RV = shard_RV.detach().clone()
-    logprobs_R, entropy_R = token_logprobs(shard_RV, targets_R, vocab, temperature)
-    (weights_2R * torch.stack([logprobs_R, entropy_R])).sum().backward()
-    assert torch.equal(shard_RV, before_RV), "the logits are the caller's"
-    assert torch.equal(gather_logits(before_RV, vocab), logits_RV) and shard_RV.grad is not None
-    return logprobs_R.detach(), entropy_R.detach(), shard_RV.grad
+class Case(NamedTuple):
+    hidden_RH: Tensor
+    weight_VH: Tensor
+    targets_R: Tensor
+    temperature: float
+    weights_2R: Tensor
 
 
-def many(cases: list[tuple[Tensor, Tensor, float, Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    return [shard_results(*case) for case in cases]
+def outputs_of(hidden_RH: Tensor, weight_VH: Tensor) -> OutputRows:
+    shards = shards_of(len(weight_VH))
+    mine_VH = F.pad(weight_VH[shards.first : shards.first + shards.rows], (0, 0, 0, shards.rows - shards.num_tokens))
+    return OutputRows(hidden_RH.clone().requires_grad_(), mine_VH.clone().requires_grad_(), shards)
 
 
-def finite_differences(logits_RV: Tensor, targets_R: Tensor, temperature: float, weights_2R: Tensor, step: float) -> Tensor:
-    """Central differences of weights . (log-probs, entropies) by every logit of the whole vocabulary."""
-    vocab = shards_of(logits_RV.shape[-1])
+def case_results(case: Case) -> list[dict[str, Tensor]]:
+    """Figures and gradients of weights . (log-probs, entropies), whole on every rank, from one slice and from several."""
+    found = []
+    for width in (128, 5):
+        out = outputs_of(case.hidden_RH, case.weight_VH)
+        with mock.patch.object(vocab, "slice_width", lambda *_, width=width, **__: width):
+            figures = out.figures(case.targets_R, case.temperature)
+            (case.weights_2R * torch.stack(figures[:2])).sum().backward()
+        assert torch.equal(out.hidden_RH, case.hidden_RH) and not figures.largest_R.requires_grad
+        assert out.hidden_RH.grad is not None and out.weight_VH.grad is not None
+        by_token = out.shards.gather(out.weight_VH.grad).flatten(0, 1)
+        assert not by_token[len(case.weight_VH) :].any()
+        gradients = {"hidden": out.shards.add(out.hidden_RH.grad), "weight": by_token[: len(case.weight_VH)]}
+        found.append(gradients | {name: each_R.detach() for name, each_R in figures._asdict().items()})
+    return found
 
-    def value(changed_RV: Tensor) -> Tensor:
-        shard_RV = changed_RV.split(vocab.rows, dim=-1)[vocab.rank]
-        both = torch.stack(token_logprobs(shard_RV, targets_R, vocab, temperature))
-        return (weights_2R * both).double().sum()
 
-    slopes = torch.zeros_like(logits_RV)
-    for place in range(logits_RV.numel()):
-        offset = torch.zeros(logits_RV.numel())
+def many(cases: list[Case]) -> list[list[dict[str, Tensor]]]:
+    return [case_results(case) for case in cases]
+
+
+def finite_differences(case: Case, step: float) -> Tensor:
+    """Central differences of weights . (log-probs, entropies) by every number of the hidden states."""
+    weight_VH = outputs_of(case.hidden_RH, case.weight_VH).weight_VH.detach()
+
+    def value(hidden_RH: Tensor) -> Tensor:
+        figures = OutputRows(hidden_RH, weight_VH, shards_of(len(case.weight_VH))).figures(case.targets_R, case.temperature)
+        return (case.weights_2R * torch.stack(figures[:2])).double().sum()
+
+    slopes = torch.zeros_like(case.hidden_RH)
+    for place in range(slopes.numel()):
+        offset = torch.zeros(slopes.numel())
         offset[place] = step
-        offset_RV = offset.view_as(logits_RV)
-        slopes.view(-1)[place] = (value(logits_RV + offset_RV) - value(logits_RV - offset_RV)) / (2 * step)
+        offset_RH = offset.view_as(slopes)
+        slopes.view(-1)[place] = (value(case.hidden_RH + offset_RH) - value(case.hidden_RH - offset_RH)) / (2 * step)
     return slopes
-
-
-Case = tuple[Tensor, Tensor, float, Tensor]
 
 
 def make_cases() -> dict[str, Case]:
     generator = torch.Generator().manual_seed(0)
 
-    def case(scale: float, temperature: float, rows: int = 6, vocab: int = 32) -> Case:
-        logits = torch.randn(rows, vocab, generator=generator) * scale
-        targets = torch.randint(vocab, (rows,), generator=generator)
-        return logits, targets, temperature, torch.randn(2, rows, generator=generator)
+    def case(scale: float, temperature: float, rows: int = 6, size: int = 32) -> Case:
+        hidden, weight = (torch.randn(n, 16, generator=generator) for n in (rows, size))
+        targets = torch.randint(size, (rows,), generator=generator)
+        return Case(hidden, weight * scale / 4, targets, temperature, torch.randn(2, rows, generator=generator))
 
-    extreme = case(1.0, 1.0)
-    extreme[0][0, 3], extreme[0][1, 17], extreme[0][2, :] = 1e4, -1e4, 5e3
-    extreme[0][3, 5], extreme[1][3] = 300.0, 20  # the target is all but impossible
+    logits = torch.randn(6, 32, generator=generator)
+    logits[0, 3], logits[1, 17], logits[2, :], logits[3, 5] = 1e4, -1e4, 5e3, 300.0
+    extreme = case(1.0, 1.0)._replace(hidden_RH=logits, weight_VH=torch.eye(32))
+    extreme.targets_R[3] = 20  # all but impossible
     return {"plain": case(2.0, 1.0), "cool": case(2.0, 0.5), "hot": case(1.0, 1.7), "extreme": extreme,
             "temperature 0 is 1": case(1.0, 0.0), "steep": case(40.0, 1.0),
-            "tensor ranks have more rows than tokens": case(2.0, 0.7, vocab=30)}  # fmt: skip
+            "tensor ranks have more rows than tokens": case(2.0, 0.7, size=30)}  # fmt: skip
 
 
-LOGPROB_CASES = make_cases()
+FIGURE_CASES = make_cases()
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_equal_torch_in_float64(tp: int) -> None:
-    answers = run_ranks(tp, f"{JOBS}many", cases=list(LOGPROB_CASES.values()))
-    for place, (name, (logits, targets, temperature, weights)) in enumerate(LOGPROB_CASES.items()):
-        x = logits.double().requires_grad_()
-        logq = torch.log_softmax(x / (temperature or 1.0), -1)
-        logprobs = logq.gather(-1, targets[:, None])[:, 0]
-        entropy = torch.special.entr(logq.exp()).sum(-1)
+    answers = run_ranks(tp, f"{JOBS}many", cases=list(FIGURE_CASES.values()))
+    for place, (name, case) in enumerate(FIGURE_CASES.items()):
+        hidden, weight = (each.double().requires_grad_() for each in case[:2])
+        logits = hidden @ weight.T
+        logq = torch.log_softmax(logits / (case.temperature or 1.0), -1)
+        logp = logq.gather(-1, case.targets_R[:, None])[:, 0]
+        entropy = torch.special.entr(logq.exp()).sum(-1).detach()
         # The gradient of q log q in closed form, which stays finite where q is 0.
-        closed = -logq.detach().exp() * (logq.detach() + entropy.detach()[:, None])
-        (weights[0].double() * logprobs).sum().backward()
-        expected = x.grad + weights[1].double()[:, None] * closed / (temperature or 1.0)
+        closed = -logq.detach().exp() * (logq.detach() + entropy[:, None]) / (case.temperature or 1.0)
+        (case.weights_2R[0].double() * logp).sum().backward(retain_graph=True)
+        logits.backward(case.weights_2R[1].double()[:, None] * closed)
+        expected = {"hidden": hidden.grad, "weight": weight.grad, "logp_R": logp.detach(), "entropy_R": entropy}
+        for found in (each for answer in answers for each in answer[place]):
+            for kind, exact in expected.items():
+                scale = 1 + exact.abs().max() if kind in ("hidden", "weight") else 1 + exact.abs()
+                assert torch.isfinite(found[kind]).all()
+                assert ((found[kind] - exact).abs() / scale).max() < 1e-5, (name, kind)
+            torch.testing.assert_close(found["largest_R"], logits.abs().amax(-1).float(), rtol=1e-5, atol=1e-5)
         for answer in answers:
-            found_logprobs, found_entropy, _ = answer[place]
-            scale = 1 + logprobs.detach().abs()
-            assert ((found_logprobs - logprobs.detach()).abs() / scale).max() < 3e-6, name
-            assert (found_entropy - entropy.detach()).abs().max() < 2e-5, name
-            assert torch.equal(found_logprobs, answers[0][place][0]), "equal on every tensor rank"
-        gradient = torch.cat([answer[place][2] for answer in answers], -1)
-        assert torch.isfinite(gradient).all() and (gradient - expected).abs().max() < 2e-5, name
+            assert all(torch.equal(each, answers[0][place][0][kind]) for kind, each in answer[place][0].items()), "on every rank"
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_gradients_equal_finite_differences(tp: int) -> None:
-    logits, targets, temperature, weights = LOGPROB_CASES["cool"]
-    small = (logits[:2, :6].contiguous(), targets[:2] % 6, temperature, weights[:, :2].contiguous())
+    whole = FIGURE_CASES["cool"]
+    small = Case(whole.hidden_RH[:2, :6], whole.weight_VH[:6, :6], whole.targets_R[:2] % 6, 0.5, whole.weights_2R[:, :2])
     answers = run_ranks(tp, f"{JOBS}many", cases=[small])
-    gradient = torch.cat([answer[0][2] for answer in answers], -1)
-    keys = ("logits_RV", "targets_R", "temperature", "weights_2R")
-    (slopes, *_) = run_ranks(tp, f"{JOBS}finite_differences", **dict(zip(keys, small, strict=True)), step=0.02)
-    assert slopes.abs().max() > 0.1 and (gradient - slopes).abs().max() < 2e-3
+    (slopes, *_) = run_ranks(tp, f"{JOBS}finite_differences", case=small, step=0.02)
+    assert slopes.abs().max() > 0.1 and (answers[0][0][0]["hidden"] - slopes).abs().max() < 2e-3
+
+
+def test_slices_round_bfloat16_as_all_logits_at_once_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors against float64; each slice's part of the hidden states' gradient is rounded.  The weight may be frozen."""
+    generator = torch.Generator().manual_seed(1)
+    hidden, weight = (torch.randn(n, 64, generator=generator).bfloat16() for n in (192, 2000))
+    hidden, targets, shares = (
+        0.3 * hidden,
+        torch.randint(2000, (192,), generator=generator),
+        torch.randn(192, generator=generator),
+    )
+
+    def plain(logits_RV: Tensor) -> Tensor:
+        wide_RV = logits_RV if logits_RV.dtype == torch.float64 else logits_RV.float()
+        return wide_RV.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+
+    def run(read: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype, trains: bool = True) -> list[Tensor]:
+        given = hidden.to(dtype, copy=True).requires_grad_(), weight.to(dtype, copy=True).requires_grad_(trains)
+        logp = read(*given)
+        (shares * logp).sum().backward()
+        return [logp.detach(), *(each.grad for each in given if each.grad is not None)]
+
+    monkeypatch.setattr(vocab, "slice_width", lambda *_, **__: 128)
+    sliced = lambda h, w: OutputRows(h, w, VocabShards(None, 2000, 2000)).figures(targets).logp_R  # noqa: E731
+    at_once = lambda h, w: plain(F.linear(h, w))  # noqa: E731
+    exact = run(at_once, torch.float64)
+    ours, theirs = run(sliced, torch.bfloat16), run(at_once, torch.bfloat16)
+    for mine, other, right, most in zip(ours, theirs, exact, (1.01, 1.3, 1.01), strict=True):
+        error, usual = ((each.double() - right).norm() for each in (mine, other))
+        assert 0 < error < most * usual
+    assert [torch.equal(*both) for both in zip(ours, run(sliced, torch.bfloat16, trains=False), strict=False)] == [True, True]
 
 
 LENGTHS = [(3, 9), (5, 2), (1, 7), (4, 4), (2, 8), (6, 1), (3, 3), (2, 5)]

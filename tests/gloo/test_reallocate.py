@@ -17,7 +17,6 @@ from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.roles import load_training
 from oppo_megatron.mcore.training import TrainedModel
-from oppo_megatron.mcore.vocab import token_logprobs
 from oppo_megatron.mcore.weights.hf_weights import export_weights
 from oppo_megatron.mcore.weights.weight_sync import ROUND_BYTES, MoveReport, Reallocation, share_parameters
 from tests.gloo.models import CPU, MAX_LENGTH, load, save_small
@@ -116,10 +115,10 @@ def step(trained: TrainedModel) -> None:
     model, tokens = trained.model, list(range(1, 64))
     batches = pack_responses([[3, 5, 8], [1], [7, 9]], [tokens[:20], tokens[20:40], tokens[40:]], 30, CPU)
 
-    def loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(batch: MicroBatch, output: Any) -> tuple[Tensor, dict[str, Tensor]]:
         if model.head == "scalar":
             return ((output - 1) ** 2).mean(), {}
-        return -token_logprobs(output, batch.targets_R, model.vocab, 1.0)[0].mean(), {}
+        return -output.figures(batch.targets_R).logp_R.mean(), {}
 
     trained.step(batches, loss)
 

@@ -20,7 +20,6 @@ from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.kv.sequence_cache import KVCache
 from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.mcore.training import forward_rows
-from oppo_megatron.mcore.vocab import token_logprobs
 from oppo_megatron.records import Prompt, Rollout
 from oppo_megatron.schedule.planning.actor_book import ActorBook
 from oppo_megatron.schedule.planning.planner import RoundPlanner
@@ -69,7 +68,7 @@ def _expected(role: str, model: RoleModel, rollouts: Sequence[Rollout]) -> Tenso
     batches = pack_responses([r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts], 40, torch.device("cpu"))
     outputs = forward_rows(
         model, batches,
-        lambda batch, out: out if role == "critic" else token_logprobs(out, batch.targets_R, model.vocab, TEMPERATURE)[0],
+        lambda batch, out: out if role == "critic" else out.figures(batch.targets_R, TEMPERATURE).logp_R,
     )  # fmt: skip
     return join_rows(outputs, [len(r.tokens) for r in rollouts], batches) if outputs else None
 
@@ -274,7 +273,7 @@ class Walk:
             out = step(self.model, self.cache, call.seq_ids, call.lens, inputs, rows_R)
             pass_on(self.model, out)
             if self.model.groups.is_last_stage:
-                self.outputs.append(out)
+                self.outputs.append(self.model.logits(out) if self.model.head == "lm" else out)
 
     def _call(self, ids: list[int], decode: bool) -> Call:
         call = Call(ids, [1 if decode else self.random.randint(1, 7) for _ in ids])

@@ -27,7 +27,7 @@ from oppo_megatron.mcore.batch import MicroBatch, pack_responses  # noqa: E402
 from oppo_megatron.mcore.groups import RoleGroups, build_groups  # noqa: E402
 from oppo_megatron.mcore.roles import load_training  # noqa: E402
 from oppo_megatron.mcore.training import TrainedModel, Undo  # noqa: E402
-from oppo_megatron.mcore.vocab import token_logprobs  # noqa: E402
+from oppo_megatron.mcore.vocab import OutputRows  # noqa: E402
 from oppo_megatron.mcore.weights.checkpoint import gather_models, load_models, write_models  # noqa: E402
 from tests.support.ppo import SHAPE  # noqa: E402
 
@@ -44,9 +44,8 @@ def trained_model(groups: RoleGroups, dtype: Dtype) -> TrainedModel:
 def update(trained: TrainedModel) -> float:
     batches = pack_responses([[5, 6, 7]] * 3, [list(range(10, 10 + n)) for n in (4, 9, 15)], 24, CPU)
 
-    def loss(batch: MicroBatch, output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        logprobs, _ = token_logprobs(output, batch.targets_R, trained.model.vocab, 1.0)
-        return -logprobs.sum() / 28, {}
+    def loss(batch: MicroBatch, output: OutputRows) -> tuple[Tensor, dict[str, Tensor]]:
+        return -output.figures(batch.targets_R).logp_R.sum() / 28, {}
 
     return trained.step(batches, loss).grad_norm
 

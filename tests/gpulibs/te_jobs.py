@@ -110,12 +110,14 @@ def _loaded(kind: str, layers: LayerKind, groups: RoleGroups) -> RoleModel:
 
 def _outputs(model: RoleModel) -> dict[str, Tensor]:
     tokens_T = torch.arange(5, 45)
-    found = {"whole": model(tokens_T, PackedPlan([40], model.rope))}
+    found = {"whole": model.logits(model(tokens_T, PackedPlan([40], model.rope)))}
     for path in ("module", "fused"):
         model.decode_by(path)
         cache = model.new_cache(2)
         cache.open(0)
-        found[path] = torch.cat([step(model, cache, [0], [len(part)], part) for part in tokens_T.split([20, 1, 1, 18])])
+        found[path] = model.logits(
+            torch.cat([step(model, cache, [0], [len(part)], part) for part in tokens_T.split([20, 1, 1, 18])])
+        )
     return found
 
 

@@ -25,7 +25,7 @@ from oppo_megatron.config.supervised import DPOConfig
 from oppo_megatron.data.generated import DatasetSizes, Shape, write_dataset
 from oppo_megatron.data.supervised_rows import Marked, Pair
 from oppo_megatron.data.tokenizer import load_tokenizer
-from oppo_megatron.mcore.vocab import VocabShards
+from oppo_megatron.mcore.vocab import OutputRows, VocabShards
 from oppo_megatron.train.reference_pass import key_of, missing_answers
 from oppo_megatron.train.supervised_tasks import MarkedPreferences, PairPreferences, Preferences, answer_logprobs
 from tests.e2e.supervised import run, settings
@@ -254,7 +254,8 @@ def our_loss(task: Preferences[Any], rows: list[Any], answered: Sequence[Answere
     places = {id(tokens): logits_RV for (_, tokens), logits_RV in zip(answered, logits, strict=True)}
     for batch in task.micro_batches(rows, 30, torch.device("cpu")):
         inside = [each for i in batch.index for each in task.answers(rows[i])]
-        logp_S = answer_logprobs(batch, torch.cat([places[id(tokens)] for _, tokens in inside]), VocabShards(None, VOCAB, VOCAB))
+        logits_RV = torch.cat([places[id(tokens)] for _, tokens in inside])
+        logp_S = answer_logprobs(batch, OutputRows(logits_RV, torch.eye(VOCAB), VocabShards(None, VOCAB, VOCAB)))
         shares.append(mean_loss(task.columns(batch, logp_S), len(rows))[0])
     return torch.stack(shares).sum()
 

@@ -89,5 +89,5 @@ def full_logits(
         if not groups.is_last_stage:
             return None
         if head == "lm":
-            out = gather_logits(out, model.vocab)
+            out = gather_logits(model.logits(out), model.vocab)
     return out if dist.get_rank() == groups.output_rank else None

@@ -277,7 +277,7 @@ class Measurement:
                 inputs = next(model.parameters()).new_empty(len(slots), 1, model.shape.hidden_size)
             out = step(model, cache, slots, [1] * len(slots), inputs)
             if model.groups.is_last_stage:
-                draw(out, Sampling.of(self.config.rollout, 0), slots, [0] * len(slots), model.vocab).table()
+                draw(model.logits(out), Sampling.of(self.config.rollout, 0), slots, [0] * len(slots), model.vocab).table()
             del inputs, out
         self.found["decoding"] = taken.peak
 

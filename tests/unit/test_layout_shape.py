@@ -295,7 +295,8 @@ def test_forward_and_training_are_what_torch_counts(family: str, head: Head, gro
     expected = (shape, sum(LENGTHS), sum(length**2 for length in LENGTHS), len(rows_R))
 
     def forward() -> torch.Tensor:
-        return model(tokens_T, PackedPlan(LENGTHS, model.rope), rows_R)
+        out_R = model(tokens_T, PackedPlan(LENGTHS, model.rope), rows_R)
+        return out_R if head == "scalar" else model.output_rows(out_R).figures(rows_R).logp_R
 
     with torch.no_grad():
         assert counted(forward) == forward_flops(*expected, scalar=head == "scalar")
@@ -312,7 +313,7 @@ def test_a_decode_step_is_what_torch_counts(groups: RoleGroups) -> None:
     # All sequences are as long, so that nothing is masked: each token attends to 8 positions.
     plan = cache.begin([0, 1, 2], [1, 1, 1])
     with torch.no_grad():  # torch counts nothing in inference mode, in which `step` runs
-        found = counted(lambda: model(torch.arange(3), plan))
+        found = counted(lambda: model.logits(model(torch.arange(3), plan)))
     assert found == forward_flops(LLAMA, 3, 3 * causal_pairs(7, 1), 3, scalar=False)
     for past, new in (0, 1), (0, 6), (5, 1), (4, 3):
         assert causal_pairs(past, new) == int(torch.ones(new, past + new).tril(diagonal=past).sum())

@@ -28,7 +28,7 @@ from oppo_megatron.mcore.kv import cached_plan
 from oppo_megatron.mcore.kv.cached_plan import Part, parts_of
 from oppo_megatron.mcore.kv.sequence_cache import KVCache
 from oppo_megatron.mcore.layers import fixed_norm, rms_norm
-from oppo_megatron.mcore.vocab import VocabShards, token_logprobs
+from oppo_megatron.mcore.vocab import OutputRows, VocabShards
 from tests.support.ppo import SHAPE
 
 CPU = torch.device("cpu")
@@ -346,8 +346,8 @@ def test_bfloat16_attention_of_whole_sequences_is_torchs_own_but_on_a_cpu(device
 def test_log_probs_take_few_kernels_on_a_gpu(groups: RoleGroups) -> None:
     shards, blocks = VocabShards(groups.collection.tp, 50_000, 50_000), {}
     for device in (CPU, META):
-        with tensors_of(device) as made, counted(Tensor, "exp") as found:
-            token_logprobs(made(64, 50_000), made(64, dtype=torch.int64), shards)
+        with tensors_of(device) as made, counted(Tensor, "amin") as found:
+            OutputRows(made(64, 8), made(50_000, 8), shards).figures(made(64, dtype=torch.int64))
         blocks[device.type] = found.call_count
     assert blocks["meta"] == 1 < blocks["cpu"]
 
