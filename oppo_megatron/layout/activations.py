@@ -6,15 +6,18 @@ from dataclasses import dataclass
 
 from oppo_megatron.config.model import LoraConfig, TrainingLayoutConfig
 from oppo_megatron.layout.experts import experts_of, ffn_width
+from oppo_megatron.layout.families import caps, traits
 from oppo_megatron.layout.layouts import Sizes, vocab_rows
-from oppo_megatron.layout.memory import FP32
-from oppo_megatron.layout.shape import DTYPE_BYTES, Shape, has_head_norms, head_dim, num_kv_heads
+from oppo_megatron.layout.memory import FP32, table_bytes
+from oppo_megatron.layout.shape import DTYPE_BYTES, Shape, head_dim, num_kv_heads
 
 MASK_NUMBERS = 2**25
 """Most elements of an attention mask on a GPU (`mcore/kv/cached_plan.py`)."""
 SLICE_NUMBERS, CACHED_NUMBERS = 2**26, 2**17
 """Most logits that log-probs make at once (`mcore/vocab.py`), and of a block in a CPU's cache."""
 SLICE_MULTIPLE = 128
+CAPPED_NUMBERS = 2**24
+"""Most logits of attention that are computed at once under a soft cap without a kernel (`mcore/attention.py`)."""
 DRAWN_BLOCK = 64
 """Block size of sampling (`engine/sampler.py`)."""
 
@@ -87,20 +90,21 @@ class Model:
 
     @property
     def repeats_keys(self) -> bool:
-        return not self.on_cpu and self.dtype == "float32" and self.repeat > 1
+        return not self.on_cpu and self.dtype == "float32" and self.repeat > 1 and caps(self.shape)[0] is None
 
     def kept_of_layer(self, train: TrainingLayoutConfig) -> tuple[float, float]:
         """Elements of a layer that a backward pass needs, and those kept until then.
 
-        Inputs and outputs of both norms; rotated queries and keys, values, attention's output; gate, up and their product. Norms
+        Inputs and outputs of norms; rotated queries and keys, values, attention's output; gate, up and their product. Norms
         of queries and keys also keep the product that values are a view of. Frozen products keep no inputs. Experts also keep a
         copy of their input, and their product without the router's weight.
         """
         shard, targets = self.shard(train), set(_ALL) if self.lora is None else set(self.lora.projections)
         attention = shard * bool(targets & _ATTENTION) + self.query * ("o_proj" in targets)
-        outside = 2 * shard + shard * bool(targets & _GATES) + 2 * self.ffn + self.ffn * ("down_proj" in targets)
+        outside = (len(traits(self.shape).norms) + bool(targets & _GATES)) * shard
+        outside += 2 * self.ffn + self.ffn * ("down_proj" in targets)
         outside += self.experts * self.hidden + (self.ffn if self.experts else 0)
-        if has_head_norms(self.shape):
+        if traits(self.shape).qk_norm:
             outside += self.query + 2 * self.key + (0 if num_kv_heads(self.shape) == self.tp else self.query)
         if self.lora is not None:
             outside += self.lora.rank * len(targets)
@@ -126,7 +130,14 @@ class Model:
         gates = tokens * (shard + 4 * self.ffn - own)
         up = tokens * (shard + self.hidden - own + pairs) + 2 * weights
         sums = 0 if experts is None else tokens * (shard + pairs + experts.active * self.hidden)
-        return max(down, gates, up, sums) * self.width
+        norms = 5 * tokens * shard * FP32 if traits(self.shape).norm_offset else 0
+        return max(max(down, gates, up, sums) * self.width, norms, self.capped(tokens, tokens, made=6))
+
+    def capped(self, tokens: int, context: int, made: int = 3) -> float:
+        """Bytes of attention's soft-capped logits without a kernel, `made` float32 numbers each."""
+        if caps(self.shape)[0] is None:
+            return 0.0
+        return made * FP32 * min(self.query / head_dim(self.shape) * tokens * context, CAPPED_NUMBERS)
 
     def loss(self, rows: int) -> float:
         """Bytes from the final norm to the gradient of hidden states."""
@@ -163,7 +174,7 @@ def kept_activations(model: Model, sizes: Sizes, stage: int, train: TrainingLayo
 
 def _kept_of_token(model: Model, sizes: Sizes, train: TrainingLayoutConfig) -> float:
     layers, (_, kept) = model.shape["num_hidden_layers"] // (sizes.pp * sizes.vpp), model.kept_of_layer(train)
-    return float((layers * kept + model.shard(train)) * model.width + 2 * head_dim(model.shape) * FP32)
+    return float((layers * kept + model.shard(train)) * model.width + table_bytes(model.shape, 1))
 
 
 def training_activations(model: Model, sizes: Sizes, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch) -> float:
@@ -215,24 +226,26 @@ def _in_layers(model: Model, call: Call) -> float:
         inputs, ffn = experts.active * model.hidden, model.ffn * model.tp
         feed_forward = call.tokens * (model.hidden + max(inputs + 3 * ffn, 2 * inputs)) * width
     leaving = call.tokens * (product + model.query + joined) * width
-    if has_head_norms(model.shape):  # product, normed queries and keys, and all concatenated
+    if traits(model.shape).qk_norm:  # product, normed queries and keys, and all concatenated
         leaving = max(leaving, call.tokens * (2 * product + model.query + model.key) * width)
-    return float(call.tokens * 2 * model.hidden * width + max(kept + max(attention, leaving, feed_forward), fresh))
+    held = 1 + ("input_layernorm" in traits(model.shape).norms)  # states, and those normed for attention
+    return float(call.tokens * held * model.hidden * width + max(kept + max(attention, leaving, feed_forward), fresh))
 
 
 def _attention_extras(model: Model, call: Call) -> tuple[float, float, float]:
     """Bytes kept across layers, made in each, and of a new token's repeated keys and values."""
     repeated = 2 * model.query * model.width if model.repeats_keys else 0.0
+    capped = model.capped(call.tokens, call.context)
     if call.draws:
-        return 0.0, call.tokens * repeated, 0.0
+        return 0.0, call.tokens * repeated + capped, 0.0
     numbers = call.tokens * model.repeat * call.context
     beyond = 0.0 if numbers <= MASK_NUMBERS else 1 - MASK_NUMBERS / numbers
     if model.on_cpu:  # a mask per sequence
-        kept, mask = float(call.tokens * call.context * model.width), 0.0
+        kept, mask = float(call.tokens * call.context * model.width), capped
     else:  # a mask per query head of a group, made in each layer or the first
         bounded = min(MASK_NUMBERS, numbers)
         made = (model.width + 1) / model.repeat if model.repeat > 1 else 1
-        kept, mask = float(bounded * model.width), bounded * made
+        kept, mask = float(bounded * model.width), bounded * made + capped
     return kept, mask + beyond * call.tokens * repeated, repeated
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -97,6 +97,20 @@ def hf_tensors(shape: ModelShape, head: Head) -> dict[str, tuple[int, ...]]:
     return {part.hf_name: part.hf_shape for part in stage_parts(shape, head)}
 
 
+def stored_names(shape: ModelShape, names: Iterable[str]) -> dict[str, list[str]]:
+    """Names in files, each with the tensors whose rows it holds in turn: joined projections, or one tensor."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        joined = re.sub(r"\.(gate|up)_proj\.", ".gate_up_proj.", re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", name))
+        found.setdefault(joined if shape.traits.joined else name, []).append(name)
+    return found
+
+
+def size_of_rows(sizes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Size of matrices joined by rows, or of one tensor."""
+    return (sum(size[0] for size in sizes), *sizes[0][1:])
+
+
 def param_shapes(parts: Sequence[Part], tp_size: int = 1) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for part in parts:
@@ -128,11 +142,12 @@ def _layer_parts(shape: ModelShape, tp_size: int, hf: str, ours: str) -> list[Pa
 
     heads = {"q": (shape.num_heads, rows(0, heads_per_group))}
     heads |= {x: (shape.num_kv_heads, rows(heads_per_group + i, 1)) for i, x in enumerate("kv")}
-    kinds = {"weight": (hidden,), **({"bias": ()} if shape.qkv_bias else {})}
+    row = shape.traits
+    kinds = {"weight": (hidden,), **({"bias": ()} if row.qkv_bias else {})}
     attention, hf_attention = f"{ours}self_attention.", f"{hf}self_attn."
     fc1, gate = f"{ours}mlp.linear_fc1.weight", ffn // tp_size
     parts = [
-        _part(f"{hf}input_layernorm.weight", (hidden,), None, f"{ours}input_layernorm.weight", tp_size),
+        *(_part(f"{hf}{name}.weight", (hidden,), None, f"{ours}{place}.weight", tp_size) for place, name in row.norms.items()),
         *(
             Part(f"{hf_attention}{x}_proj.{kind}", (num * head_dim, *columns), 0, f"{attention}linear_qkv.{kind}", ranges)
             for kind, columns in kinds.items()
@@ -140,11 +155,10 @@ def _layer_parts(shape: ModelShape, tp_size: int, hf: str, ours: str) -> list[Pa
         ),
         _part(f"{hf_attention}o_proj.weight", (hidden, heads_width), 1, f"{attention}linear_proj.weight", tp_size),
     ]
-    if shape.qk_norm:
-        parts += [
-            _part(f"{hf_attention}{x}_norm.weight", (head_dim,), None, f"{attention}{x}_layernorm.weight", tp_size) for x in "qk"
-        ]
-    parts.append(_part(f"{hf}post_attention_layernorm.weight", (hidden,), None, f"{ours}pre_mlp_layernorm.weight", tp_size))
+    if row.qk_norm:
+        for x in "qk":
+            size, cut = (head_dim, None) if row.qk_norm == "head" else (heads[x][0] * head_dim, 0)
+            parts.append(_part(f"{hf_attention}{x}_norm.weight", (size,), cut, f"{attention}{x}_layernorm.weight", tp_size))
     if (experts := shape.experts) is not None:
         gate_up, down = (experts.count, 2 * experts.ffn_size, hidden), (experts.count, hidden, experts.ffn_size)
         return [
@@ -250,6 +264,9 @@ def weight_problems(shape: ModelShape, head: Head, stored: Mapping[str, Tensor],
         for name, size in hf_tensors(shape, head).items()
         for part, region in _as_stored(shape, name, size, stored).items()
     }
+    for name, names in stored_names(shape, expected).items():
+        if len(names) > 1 and not stored.keys() >= set(names):
+            expected[name] = size_of_rows([expected.pop(part) for part in names])
     if head == "lm" and SCALAR_HEAD in stored:
         return [f"{SCALAR_HEAD} makes this a *ForSequenceClassification. An actor or reference needs a *ForCausalLM."]
     problems = [problem for name, size in expected.items() for problem in _misfit(name, size, stored)]

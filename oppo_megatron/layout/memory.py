@@ -10,16 +10,17 @@ from dataclasses import dataclass
 
 from oppo_megatron.config.model import KVLayout, LoraConfig, TrainingLayoutConfig
 from oppo_megatron.layout.experts import experts_of
+from oppo_megatron.layout.families import is_tied, ropes, rotary_dim, traits
 from oppo_megatron.layout.layouts import HasSizes, vocab_rows
 from oppo_megatron.layout.shape import (
     DTYPE_BYTES,
     ROWS_OF_SUMS,
     Shape,
-    has_head_norms,
     head_dim,
     kv_bytes_per_token,
     layer_linears,
     layer_weights,
+    norm_weights,
     projections,
 )
 
@@ -67,19 +68,17 @@ def stage_layers(shape: Shape, pp: int, stage: int, vpp: int = 1) -> list[range]
 
 def stage_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool) -> int:
     hidden, embedding = shape["hidden_size"], vocab_rows(shape["vocab_size"], tp) * shape["hidden_size"]
-    layer = layer_weights(shape) // tp + 2 * hidden
-    if shape["model_type"] == "qwen2":
+    layer = layer_weights(shape) // tp + norm_weights(shape, tp)
+    if traits(shape).qkv_bias:
         sizes = projections(shape)
         layer += sum(sizes[name][0] for name in ("q_proj", "k_proj", "v_proj")) // tp  # biases
-    if has_head_norms(shape):
-        layer += 2 * head_dim(shape)  # norms of queries and keys
     if (experts := experts_of(shape)) is not None:
         layer += experts.count * hidden  # the router
     count = shape["num_hidden_layers"] // pp * layer
     if stage == 0:
         count += embedding
     if stage == pp - 1:
-        shared = shape.get("tie_word_embeddings", False) and pp == 1  # two stages keep a copy each
+        shared = is_tied(shape) and pp == 1  # two stages keep a copy each
         head = hidden if scalar else 0 if shared else embedding
         count += hidden + head  # the last norm
     return int(count)
@@ -120,7 +119,7 @@ def kv_slots(shape: Shape, layout: HasSizes, dtype: str, *, slots: int, context:
 
 
 def table_bytes(shape: Shape, context: int) -> int:
-    return 2 * context * head_dim(shape) * FP32
+    return 2 * context * rotary_dim(shape, head_dim(shape)) * FP32 * len(ropes(shape))
 
 
 def gather_bytes(shape: Shape, dtype: str, train: TrainingLayoutConfig, tp: int, tokens: int) -> int:

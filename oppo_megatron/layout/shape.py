@@ -4,40 +4,24 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from oppo_megatron.config.model import HEADS_LEARNED
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.layout import families
 from oppo_megatron.layout.experts import EXPERTS, Experts, experts_of, faults_of_experts, ffn_width
+from oppo_megatron.layout.families import LAYER_TYPES, Traits, traits
+from oppo_megatron.layout.families import Shape as Shape
 from oppo_megatron.layout.layouts import HasSizes, Limits, Sizes, divisors, fills_shards, suggestion, vocab_rows
 
-Shape = Mapping[str, Any]
-"""A `config.json`."""
-FAMILIES = {
-    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe",
-}  # fmt: skip
 REQUIRED = ("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 POSITIVE = ("rms_norm_eps", "initializer_range")
-ROPE_KINDS = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor",),
-}
-"""Numbers required in addition to `rope_theta`."""
-OPTIONAL_ROPE = ("factor", "original_max_position_embeddings")
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 MOST_POSITIONS = 2**62  # bounds an absurd factor
-DEFAULT_POSITIONS = {
-    "llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768, "mixtral": 131072, "qwen3_moe": 32768,
-}  # fmt: skip
-DEFAULT_KV_HEADS = {"mistral": 8, "mixtral": 8, "qwen3_moe": 4}
-DEFAULT_WINDOW = 4096
 ROWS_OF_SUMS = ("o_proj", "down_proj")
-LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def check_shape(name: str, shape: Shape, layout: HasSizes, max_context: int, tokenizer_vocab_size: int | None) -> list[str]:
@@ -53,12 +37,12 @@ def check_use(name: str, shape: Shape, max_context: int, tokenizer_vocab_size: i
     if problems := check_model(name, shape):
         return problems
     heads, kv_heads, hidden = shape["num_attention_heads"], num_kv_heads(shape), shape["hidden_size"]
-    if not shape.get("head_dim") and shape["model_type"] != "qwen3" and hidden % heads:
+    if not shape.get("head_dim") and traits(shape).head_dim is None and hidden % heads:
         problems.append(f"{name}: hidden_size {hidden} does not divide by its {heads} attention heads; correct config.json")
     if heads % kv_heads:
         problems.append(f"{name}: {heads} attention heads do not divide by {kv_heads} key/value heads; correct config.json")
-    if head_dim(shape) % 2:
-        problems.append(f"{name}: head_dim is {head_dim(shape)}, but rotary embeddings turn pairs; use an even one")
+    if (turned := families.rotary_dim(shape, head_dim(shape))) % 2:
+        problems.append(f"{name}: head_dim is {head_dim(shape)}, of which {turned} is rotated, in pairs; use an even number")
     longest, vocab = max_positions(shape), shape["vocab_size"]
     if max_context > longest:
         problems.append(
@@ -112,16 +96,14 @@ def _divided_ffn(shape: Shape) -> tuple[str, int]:
 
 def check_model(name: str, shape: Shape) -> list[str]:
     family = shape.get("model_type")
-    if not isinstance(family, str) or family not in FAMILIES:
-        return [f"{name}: model_type {family!r} is not supported; use one of {', '.join(FAMILIES)} (Qwen2.5 is qwen2)"]
+    if not isinstance(family, str) or family not in families.FAMILIES:
+        return [f"{name}: model_type {family!r} is not supported; use one of {families.LISTED}"]
     problems, numbers = list[str](), list[str]()
-    supported = [f"{FAMILIES[family]}ForCausalLM", f"{FAMILIES[family]}ForSequenceClassification"]
+    supported = families.classes_of(family)
     architectures = shape.get("architectures")
     if architectures and (not isinstance(architectures, list) or architectures[0] not in supported):
         shown = architectures[0] if isinstance(architectures, list) else repr(architectures)
         problems.append(f"{name}: architecture {shown} is not supported; use a list of one of {', '.join(supported)}")
-    if shape.get("hidden_act", "silu") != "silu":
-        problems.append(f"{name}: hidden_act is {shape['hidden_act']!r}, but only silu is computed; use a model with it")
     for key in ("attention_bias", "mlp_bias"):
         if shape.get(key):
             problems.append(f"{name}: {key} is true, but only Qwen2's own biases are computed; use a model without it")
@@ -133,11 +115,11 @@ def check_model(name: str, shape: Shape) -> list[str]:
             numbers.append(_wrong(name, key, size, "be a positive integer"))
     for key in POSITIVE:
         value = shape.get(key, 1.0)
-        if not _is_positive(value):
+        if not families.is_positive(value):
             numbers.append(_wrong(name, key, value, "be a positive number"))
     if not numbers:
-        numbers = [_wrong(name, *fault) for fault in faults_of_experts(shape)] + _check_windows(name, shape)
-    return problems + numbers + _check_rope(name, shape)
+        numbers = [_wrong(name, *fault) for fault in (*faults_of_experts(shape), *families.faults_of_family(shape))]
+    return problems + (numbers or _check_rope(name, shape))
 
 
 def _architecture(shape: Shape) -> str:
@@ -169,23 +151,21 @@ def check_head(name: str, shape: Shape, *, scalar: bool) -> list[str]:
 
 def max_positions(shape: Shape) -> int:
     """Longest context, with RoPE scaling if `max_position_embeddings` leaves it out."""
-    positions = int(shape.get("max_position_embeddings") or DEFAULT_POSITIONS[shape["model_type"]])
-    rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type")) in ("yarn", "linear") and "factor" in rope:
+    positions = int(shape.get("max_position_embeddings") or traits(shape).positions)
+    rope, *local = families.ropes(shape)
+    if rope["rope_type"] in ("yarn", "linear") and "factor" in rope and not local:
         original = rope.get("original_max_position_embeddings") or positions
         return max(positions, int(min(original * rope["factor"], MOST_POSITIONS)))
     return positions
 
 
 def head_dim(shape: Shape) -> int:
-    own = shape["hidden_size"] // shape["num_attention_heads"]
-    return int(shape.get("head_dim") or (128 if shape["model_type"] == "qwen3" else own))
+    return int(shape.get("head_dim") or traits(shape).head_dim or shape["hidden_size"] // shape["num_attention_heads"])
 
 
 def num_kv_heads(shape: Shape) -> int:
     """All heads by default in most families."""
-    default = DEFAULT_KV_HEADS.get(shape["model_type"])
-    return int(shape.get("num_key_value_heads", default) or shape["num_attention_heads"])
+    return int(shape.get("num_key_value_heads", traits(shape).kv_heads) or shape["num_attention_heads"])
 
 
 def projections(shape: Shape) -> dict[str, tuple[int, int]]:
@@ -198,53 +178,16 @@ def projections(shape: Shape) -> dict[str, tuple[int, int]]:
     return attention | {"gate_proj": (ffn, hidden), "up_proj": (ffn, hidden), "down_proj": (hidden, ffn)}
 
 
-def has_head_norms(shape: Shape) -> bool:
-    return shape["model_type"] in ("qwen3", "qwen3_moe")
-
-
-def windows(shape: Shape) -> list[int | None]:
-    """Tokens each layer attends to, own included; None: all before."""
-    layers, window = shape["num_hidden_layers"], shape.get("sliding_window", DEFAULT_WINDOW)
-    if shape["model_type"] == "mixtral":
-        return [shape.get("sliding_window")] * layers
-    if shape["model_type"] == "mistral" or (shape["model_type"] == "qwen3_moe" and shape.get("use_sliding_window")):
-        return [window] * layers
-    if not shape.get("use_sliding_window"):
-        return [None] * layers
-    full, sliding = LAYER_TYPES
-    first = shape.get("max_window_layers", 28)
-    kinds = shape.get("layer_types") or [full if layer < first else sliding for layer in range(layers)]
-    return [window if kind == sliding else None for kind in kinds]
+def norm_weights(shape: Shape, tp: int = 1) -> int:
+    """Weights of a layer's norms on a tensor rank."""
+    sizes, row = projections(shape), traits(shape)
+    of_heads = {"": 0, "head": 2 * head_dim(shape), "width": (sizes["q_proj"][0] + sizes["k_proj"][0]) // tp}
+    return len(row.norms) * int(shape["hidden_size"]) + of_heads[row.qk_norm]
 
 
 def kv_bytes_per_token(shape: Shape, layout: HasSizes, dtype: str) -> int:
     layers = shape["num_hidden_layers"] // layout.pp
     return int(2 * layers * (num_kv_heads(shape) // layout.tp) * head_dim(shape) * DTYPE_BYTES[dtype])
-
-
-def _check_windows(name: str, shape: Shape) -> list[str]:
-    family = shape["model_type"]
-    if family == "llama":
-        return []
-    problems = []
-    if family in ("mistral", "mixtral") or shape.get("use_sliding_window"):
-        window, first = shape.get("sliding_window"), shape.get("max_window_layers", 0)
-        if not (window is None or (type(window) is int and window > 0)):
-            problems.append(_wrong(name, "sliding_window", window, "be a positive integer or null"))
-        if type(first) is not int or first < 0:
-            problems.append(_wrong(name, "max_window_layers", first, "be an integer of at least 0"))
-    kinds, layers = shape.get("layer_types"), shape["num_hidden_layers"]
-    if family == "mistral" or family in EXPERTS or kinds is None:
-        return problems
-    if not isinstance(kinds, list) or len(kinds) != layers or any(kind not in LAYER_TYPES for kind in kinds):
-        rule = f"name one of {', '.join(LAYER_TYPES)} for each of its {layers} layers"
-        problems.append(_wrong(name, "layer_types", kinds, rule))
-    elif LAYER_TYPES[1] in kinds and not shape.get("use_sliding_window"):
-        problems.append(
-            f"{name}: `layer_types` of its config.json names sliding_attention, but use_sliding_window is not true; set it to "
-            "true, or the layers to full_attention"
-        )
-    return problems
 
 
 def _wrong(name: str, key: str, value: object, rule: str) -> str:
@@ -253,28 +196,23 @@ def _wrong(name: str, key: str, value: object, rule: str) -> str:
 
 def _check_rope(name: str, shape: Shape) -> list[str]:
     rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
+    if not isinstance(rope, Mapping) or any(not isinstance(rope.get(each) or {}, Mapping) for each in LAYER_TYPES):
         return [f"{name}: its RoPE parameters are {rope!r}, but must be a mapping; correct its config.json"]
-    kind = rope.get("type") or rope.get("rope_type") or "default"
-    if not isinstance(kind, str) or kind not in ROPE_KINDS:
-        return [f"{name}: rope type {kind!r} is not supported; use a model with one of {', '.join(ROPE_KINDS)}"]
-    theta = rope.get("rope_theta", shape.get("rope_theta", 10000.0))
-    needed = {"rope_theta": theta} | {key: rope.get(key) for key in ROPE_KINDS[kind]}
-    needed |= {key: rope[key] for key in OPTIONAL_ROPE if rope.get(key) is not None}
+    for kind in (each["rope_type"] for each in families.ropes(shape)):
+        if not isinstance(kind, str) or kind not in families.ROPE_KINDS:
+            return [f"{name}: rope type {kind!r} is not supported; use a model with one of {', '.join(families.ROPE_KINDS)}"]
     return [
-        f"{name}: `{key}` of its RoPE parameters is {value!r}, but must be a positive number; correct its config.json"
-        for key, value in needed.items()
-        if not _is_positive(value)
+        f"{name}: `{key}` of its RoPE parameters is {value!r:.80}, but must {rule}; correct its config.json"
+        for key, value, rule in families.faults_of_rope(shape, head_dim(shape))
     ]
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """`windows`: tokens a layer attends to, own included (None: all); `vocab_multiple`: padding of the vocabulary."""
+    """`windows`: tokens a layer attends to, own included (None: all); `vocab_multiple`: padding of the vocabulary.
+
+    `ropes`: RoPE parameters, of layers without a window first if there are two; `tables`: the number of each layer's.
+    """
 
     family: str
     num_layers: int
@@ -287,11 +225,15 @@ class ModelShape:
     max_positions: int
     norm_eps: float
     init_std: float
-    qkv_bias: bool
-    qk_norm: bool
+    traits: Traits
     tied_embeddings: bool
-    rope: Mapping[str, Any]
+    ropes: Sequence[Mapping[str, Any]]
     windows: tuple[int | None, ...]
+    tables: tuple[int, ...]
+    rotary_dim: int
+    attention_scale: float
+    attention_cap: float | None = None
+    final_cap: float | None = None
     experts: Experts | None = None
     vocab_multiple: int = 1
     hf: Mapping[str, Any] = field(repr=False, compare=False, default_factory=dict)
@@ -301,28 +243,31 @@ class ModelShape:
         """Raises CheckpointError for an unsupported family or feature."""
         if problems := check_model(where, hf):
             raise CheckpointError("\n".join(problems))
-        family = hf["model_type"]
-        rope = dict(hf.get("rope_parameters") or hf.get("rope_scaling") or {})
-        rope.setdefault("rope_theta", hf.get("rope_theta", 1e6 if family == "mixtral" else 10000.0))
-        rope["rope_type"] = rope.pop("type", None) or rope.get("rope_type") or "default"
+        row, dim, (attention_cap, final_cap), rotations = traits(hf), head_dim(hf), families.caps(hf), families.ropes(hf)
+        kinds = families.layer_types(hf) if len(rotations) > 1 else [families.FULL] * hf["num_hidden_layers"]
+        scalar = row.query_scalar and hf.get("query_pre_attn_scalar", row.query_scalar)
         return cls(
-            family=str(family),
+            family=hf["model_type"],
             num_layers=int(hf["num_hidden_layers"]),
             hidden_size=int(hf["hidden_size"]),
             ffn_size=int(hf["intermediate_size"]),
             experts=experts_of(hf),
             num_heads=int(hf["num_attention_heads"]),
             num_kv_heads=num_kv_heads(hf),
-            head_dim=head_dim(hf),
+            head_dim=dim,
             vocab_size=int(hf["vocab_size"]),
             max_positions=max_positions(hf),
-            norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+            norm_eps=float(hf.get("rms_norm_eps", row.norm_eps)),
             init_std=float(hf.get("initializer_range", 0.02)),
-            qkv_bias=family == "qwen2",
-            qk_norm=has_head_norms(hf),
-            tied_embeddings=bool(hf.get("tie_word_embeddings", False)),
-            rope=rope,
-            windows=tuple(windows(hf)),
+            traits=row,
+            tied_embeddings=families.is_tied(hf),
+            ropes=rotations,
+            windows=tuple(families.windows(hf)),
+            tables=tuple(LAYER_TYPES.index(kind) for kind in kinds),
+            rotary_dim=families.rotary_dim(hf, dim),
+            attention_scale=(scalar or dim) ** -0.5,
+            attention_cap=attention_cap,
+            final_cap=final_cap,
             hf=copy.deepcopy(dict(hf)),
         )
 

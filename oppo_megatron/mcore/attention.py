@@ -1,4 +1,4 @@
-"""Attention over packed tokens: rotary positions and sliding windows.
+"""Attention over packed tokens: rotary positions, sliding windows and soft caps.
 
 Legend: T packed tokens, N query heads, G key/value heads, D head dimension, L cached positions, Q queries, K keys.
 """
@@ -6,40 +6,64 @@ Legend: T packed tokens, N query heads, G key/value heads, D head dimension, L c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from inspect import signature
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
+from oppo_megatron.layout.activations import CAPPED_NUMBERS
+from oppo_megatron.layout.families import LAYER_TYPES
 from oppo_megatron.layout.kernels import FLASH, usable
 from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore.cpu import HalfOnCpu
 from oppo_megatron.mcore.device import on_device
 
 
-def rope_tables(shape: ModelShape, num_positions: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return float32 cos_LD and sin_LD (Su et al. 2021), negated in the first half of D."""
-    kind, factor = shape.rope["rope_type"], 1.0
-    if kind == "default":
-        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).float() / shape.head_dim
-        frequencies = 1.0 / (float(shape.rope["rope_theta"]) ** exponents)
-    else:
-        from transformers import AutoConfig
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+def rope_tables(shape: ModelShape, num_positions: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Return float32 cos_LD and sin_LD (Su et al. 2021), negated in the first half of D, for each of `shape.ropes` in turn.
 
-        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](AutoConfig.for_model(**dict(shape.hf)), torch.device("cpu"))
-    angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies.float())
-    cos, sin = angles.cos() * factor, angles.sin() * factor
-    return torch.cat([cos, cos], dim=-1).to(device), torch.cat([-sin, sin], dim=-1).to(device)
+    Long RoPE has its long factors if `num_positions` exceed the original ones, for all positions.
+    """
+    tables: list[Tensor] = []
+    for rope, layer_type in zip(shape.ropes, LAYER_TYPES, strict=False):
+        kind, factor = rope["rope_type"], 1.0
+        if kind == "default":
+            exponents = torch.arange(0, shape.rotary_dim, 2, dtype=torch.int64).float() / shape.rotary_dim
+            frequencies = 1.0 / (float(rope["rope_theta"]) ** exponents)
+        else:
+            from transformers import AutoConfig
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+            of_layers: dict[str, Any] = {"layer_type": layer_type} if len(shape.ropes) > 1 else {}
+            if kind == "longrope":
+                of_layers |= {"seq_len": num_positions}
+            config = AutoConfig.for_model(**dict(shape.hf))
+            frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **of_layers)
+        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies.float())
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        tables += [torch.cat([cos, cos], dim=-1).to(device), torch.cat([-sin, sin], dim=-1).to(device)]
+    return tuple(tables)
 
 
 def apply_rope(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotate: (a, b) -> (a cos - b sin, b cos + a sin)."""
+    """Rotate: (a, b) -> (a cos - b sin, b cos + a sin), only the first numbers of a head if the tables have fewer."""
+    if (turned := cos_T1D.shape[-1]) < x_TND.shape[-1]:
+        return torch.cat([apply_rope(x_TND[..., :turned], cos_T1D, sin_T1D), x_TND[..., turned:]], dim=-1)
     return torch.addcmul(x_TND * cos_T1D, x_TND.roll(x_TND.shape[-1] // 2, -1), sin_T1D)
+
+
+class Reading(NamedTuple):
+    """How a layer attends: the scale of its logits, tokens it reads (own included), their soft cap, its RoPE table."""
+
+    scale: float
+    window: int | None = None
+    cap: float | None = None
+    table: int = 0
 
 
 LEAST_CAPABILITY = (8, 0)  # of GPUs that flash-attn and Triton's bfloat16 need
@@ -66,21 +90,25 @@ VarlenKernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int | None]
 """(queries [T, N, D], keys, values, ends of sequences from 0 on, longest, scale, window) -> [T, N, D], causal."""
 
 
-def varlen_kernel(q_TND: Tensor) -> VarlenKernel | None:
-    """Attention of all packed sequences in one call: torch's from 2.11 on, or flash-attn's."""
+def varlen_kernel(q_TND: Tensor, cap: float | None = None) -> VarlenKernel | None:
+    """Attention of all packed sequences in one call: torch's from 2.11 on, which has no soft cap, or flash-attn's."""
     if q_TND.device.type != "cuda" or q_TND.dtype == torch.float32 or q_TND.shape[-1] % 8 or q_TND.shape[-1] > 256:
         return None
     if torch.cuda.get_device_capability(q_TND.device) < LEAST_CAPABILITY:
         return None
+    if cap is not None:
+        return partial(flash_varlen, softcap=cap) if usable(FLASH) else None
     return torch_varlen() or (flash_varlen if usable(FLASH) else None)
 
 
-def flash_varlen(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float, window: int | None) -> Tensor:
+def flash_varlen(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float, window: int | None, **options: float
+) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
     before = -1 if window is None else window - 1
     return flash_attn_varlen_func(
-        q, k, v, ends, ends, longest, longest, softmax_scale=scale, causal=True, window_size=(before, 0)
+        q, k, v, ends, ends, longest, longest, softmax_scale=scale, causal=True, window_size=(before, 0), **options
     )
 
 
@@ -109,11 +137,12 @@ class AttentionPlan(Protocol):
     qkv_format: str
     routing: Any
     waits: bool  # the host may wait for the device in this call
-    cos_T1D: Tensor
-    sin_T1D: Tensor
 
-    def attend(self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None) -> Tensor:
-        """Rotated, causal attention -> [T, N * D].  `window` includes the token itself."""
+    def attend(
+        self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None,
+        cap: float | None = None, table: int = 0,
+    ) -> Tensor:  # fmt: skip
+        """Rotated, causal attention (`Reading`) -> [T, N * D]."""
 
 
 class PackedPlan:
@@ -123,22 +152,25 @@ class PackedPlan:
     routing: Any = None
     waits = True
 
-    def __init__(self, lengths: Sequence[int], rope: tuple[Tensor, Tensor]):
-        cos_LD, sin_LD = rope
+    def __init__(self, lengths: Sequence[int], rope: tuple[Tensor, ...]):
         self.lengths = list(lengths)
         self._masks: dict[tuple[int, int, int], Tensor] = {}
-        positions_T = on_device(torch.cat([torch.arange(n) for n in self.lengths]), cos_LD.device)
-        self.cos_T1D, self.sin_T1D = cos_LD[positions_T].unsqueeze(1), sin_LD[positions_T].unsqueeze(1)
+        positions_T = on_device(torch.cat([torch.arange(n) for n in self.lengths]), rope[0].device)
+        self.turns_T1D = [table_LD[positions_T].unsqueeze(1) for table_LD in rope]
 
-    def attend(self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None) -> Tensor:
-        q_TND = apply_rope(q_TND, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
-        k_TGD = apply_rope(k_TGD, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
+    def attend(
+        self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None,
+        cap: float | None = None, table: int = 0,
+    ) -> Tensor:  # fmt: skip
+        turns = self.turns_T1D[2 * table :][:2]
+        q_TND, k_TGD = (apply_rope(x, *turns).to(v_TGD.dtype) for x in (q_TND, k_TGD))
         v_TGD = v_TGD.contiguous()  # a view would keep the queries and keys until the backward pass
-        if (kernel := varlen_kernel(q_TND)) is not None:
+        if (kernel := varlen_kernel(q_TND, cap)) is not None:
             longest = max(self.lengths)
             return kernel(q_TND, k_TGD, v_TGD, self._ends, longest, scale, binding(window, longest)).flatten(1)
         outputs = []
-        core = HalfOnCpu.apply if v_TGD.device.type == "cpu" and v_TGD.dtype == torch.bfloat16 else torch_attention
+        half = v_TGD.device.type == "cpu" and v_TGD.dtype == torch.bfloat16 and cap is None
+        core = HalfOnCpu.apply if half else partial(torch_attention, cap=cap)
         for q, k, v in zip(*(x.split(self.lengths) for x in (q_TND, k_TGD, v_TGD)), strict=True):
             q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
             bound = binding(window, q.shape[2])
@@ -155,7 +187,7 @@ class PackedPlan:
 
     @cached_property
     def _ends(self) -> Tensor:
-        return on_device([0, *accumulate(self.lengths)], self.cos_T1D.device, torch.int32)
+        return on_device([0, *accumulate(self.lengths)], self.turns_T1D[0].device, torch.int32)
 
     def _mask(self, queries: slice, keys: slice, window: int, like: Tensor) -> Tensor:
         key = num_queries, num_keys, _ = queries.stop - queries.start, keys.stop - keys.start, window
@@ -166,7 +198,10 @@ class PackedPlan:
         return self._masks[key]
 
 
-def torch_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+def torch_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, cap: float | None = None) -> Tensor:
+    """[S, N, Q, D] over [S, G, K, D], causal without a mask."""
+    if cap is not None:
+        return capped_attention(q, k, v, scale, mask, cap, causal=mask is None)
     grouped = q.shape[1] != k.shape[1]
     # CUDA's fast kernels for masks, or float32, do not support groups.
     if grouped and q.device.type == "cuda" and (mask is not None or q.dtype == torch.float32):
@@ -175,3 +210,30 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor 
         k, v = (x.unsqueeze(2).expand(-1, -1, repeat, -1, -1).flatten(1, 2) for x in (k, v))
         grouped = False
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
+
+
+def capped_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, cap: float, *, causal: bool = False
+) -> Tensor:
+    """Attention with logits c tanh(x / c) (Gemma 2), which torch's kernels lack: blocks of queries, recomputed backward."""
+    size = max(1, CAPPED_NUMBERS // (q.shape[0] * q.shape[1] * k.shape[2]))
+    num_queries, num_keys, outputs = q.shape[2], k.shape[2], []
+    for first in range(0, num_queries, size):
+        rows = slice(first, min(first + size, num_queries))
+        own = mask if mask is None or mask.shape[-2] == 1 else mask[..., rows, :]
+        if causal:
+            own = q.new_full((1, rows.stop - first, num_keys), -torch.inf).triu_(1 + num_keys - num_queries + first)
+        call = q[:, :, rows], k, v, scale, own, cap
+        grad = torch.is_grad_enabled() and q.requires_grad
+        outputs.append(checkpoint(_capped, *call, use_reentrant=False, preserve_rng_state=False) if grad else _capped(*call))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, cap: float) -> Tensor:
+    groups, (sequences, heads, queries, _) = k.shape[1], q.shape
+    rows = q.reshape(sequences, groups, heads // groups * queries, -1)
+    logits = torch.tanh((rows @ k.transpose(-1, -2)).float() * (scale / cap)) * cap
+    logits = logits.view(sequences, groups, heads // groups, queries, -1)
+    if mask is not None:
+        logits = logits + mask.unsqueeze(-3)
+    return (logits.softmax(-1).to(v.dtype).view(sequences, groups, -1, k.shape[2]) @ v).view_as(q)

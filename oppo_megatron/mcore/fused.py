@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from oppo_megatron.mcore.cpu import product
 from oppo_megatron.mcore.experts import ExpertMLP
 from oppo_megatron.mcore.kv.cached_plan import CachedPlan
-from oppo_megatron.mcore.layers import Norm, fixed_norm
+from oppo_megatron.mcore.layers import ACTIVATIONS, PLAIN, Norm, fixed_norm
 from oppo_megatron.mcore.lora import Adapters, adapters_of
 
 Product = Callable[[Tensor], Tensor]
@@ -29,7 +28,7 @@ class FusedStage:
     def __init__(self, layers: Sequence[Any], final_norm: Any | None, tp_group: dist.ProcessGroup, *, packed: bool):
         self._bare = [_FusedLayer(layer, packed) for layer in layers]
         self.layers = [bare.adapted(layer) for bare, layer in zip(self._bare, layers, strict=True)]
-        self.final_norm = None if final_norm is None else fixed_norm(final_norm.weight, final_norm.eps)
+        self.final_norm = None if final_norm is None else _norm(final_norm)
         self.tp_group = tp_group if tp_group.size() > 1 else None
 
     def of(self, layers: Sequence[Any], tp_group: dist.ProcessGroup) -> FusedStage:
@@ -40,8 +39,8 @@ class FusedStage:
 
     def __call__(self, x_TH: Tensor, plan: CachedPlan) -> Tensor:
         for number, layer in enumerate(self.layers):
-            x_TH = x_TH + self._reduced(layer.attend(x_TH, plan, number))
-            x_TH = x_TH + self._reduced(layer.transform(x_TH, plan))
+            x_TH = x_TH + layer.after_attention(self._reduced(layer.attend(x_TH, plan, number)))
+            x_TH = x_TH + layer.after_mlp(self._reduced(layer.transform(x_TH, plan)))
         return x_TH if self.final_norm is None else self.final_norm(x_TH)
 
     def _reduced(self, x_TH: Tensor) -> Tensor:
@@ -56,21 +55,21 @@ class _FusedLayer:
         bias = attention.linear_qkv.bias
         if bias is not None and bias.numel() == 0:  # transformer-engine's layers without a bias have an empty tensor
             bias = None
-        self.norm = fixed_norm(layer.input_layernorm.weight, layer.input_layernorm.eps)
+        self.norm, self.mlp_norm = _norm(layer.input_layernorm), _norm(layer.pre_mlp_layernorm)
+        self.after_attention, self.after_mlp = (_norm(getattr(s, "norm", None)) for s in (layer.self_attn_bda, layer.mlp_bda))
         self.qkv = product(attention.linear_qkv.weight, bias, packed=packed)
         self.head_norms: tuple[Norm, Norm] | None = None  # of queries and keys
-        if layer.config.qk_layernorm:
-            query, key = attention.q_layernorm, attention.k_layernorm
-            self.head_norms = fixed_norm(query.weight, query.eps), fixed_norm(key.weight, key.eps)
+        if attention.q_layernorm is not None:
+            self.head_norms = _norm(attention.q_layernorm), _norm(attention.k_layernorm)
         self.proj = product(attention.linear_proj.weight, packed=packed)
-        self.mlp_norm = fixed_norm(layer.pre_mlp_layernorm.weight, layer.pre_mlp_layernorm.eps)
         self.experts = mlp if isinstance(mlp, ExpertMLP) else None
         if self.experts is None:
             self.gate_up = product(mlp.linear_fc1.weight, packed=packed)
             self.down = product(mlp.linear_fc2.weight, packed=packed)
+            self.activation, _ = ACTIVATIONS[mlp.activation_func.activation]
         groups, dim = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
         self.shape_GXD = groups, attention.num_attention_heads_per_partition // groups + 2, dim
-        self.window = attention.window
+        self.reading = attention.reading
 
     def adapted(self, layer: Any) -> _FusedLayer:
         attention, mlp, new = layer.self_attention, layer.mlp, copy.copy(self)
@@ -88,13 +87,20 @@ class _FusedLayer:
             qkv_TGXD = torch.cat(  # unnamed parts: a name would keep them, and the product, alive during attention
                 [queries(qkv_TGXD[:, :, :-2]), keys(qkv_TGXD[:, :, -2:-1]), qkv_TGXD[:, :, -1:]], dim=2
             )
-        return self.proj(plan.attend_grouped(number, qkv_TGXD, self.window))
+        return self.proj(plan.attend_grouped(number, qkv_TGXD, self.reading))
 
     def transform(self, x_TH: Tensor, plan: CachedPlan) -> Tensor:
         if self.experts is not None:
             return self.experts.part(self.mlp_norm(x_TH), plan)
         gate, up = self.gate_up(self.mlp_norm(x_TH)).chunk(2, dim=-1)  # the normed states are freed at once
-        return self.down(F.silu(gate).mul_(up))
+        return self.down(self.activation(gate).mul_(up))
+
+
+def _norm(norm: Any) -> Norm:
+    """`rms_norm` by a norm's weights; what is not a norm changes nothing."""
+    if not hasattr(norm, "weight"):
+        return lambda x: x
+    return fixed_norm(norm.weight, norm.eps, *([norm.kind] if getattr(norm, "kind", PLAIN) != PLAIN else []))
 
 
 def _with(bare: Product, adapters: Adapters | None) -> Product:

@@ -25,7 +25,7 @@ from oppo_megatron.layout.hf_layout import Head, Part, adapter_parts, stage_part
 from oppo_megatron.layout.kernels import LayerKind
 from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore import compat
-from oppo_megatron.mcore.attention import AttentionPlan, binding, rope_tables
+from oppo_megatron.mcore.attention import AttentionPlan, Reading, binding, rope_tables
 from oppo_megatron.mcore.cpu import can_prepack, product, row_multiple
 from oppo_megatron.mcore.experts import Routing, with_experts
 from oppo_megatron.mcore.fused import FusedStage
@@ -51,7 +51,7 @@ class RoleModel(GPTModel):
         num_chunks = config.virtual_pipeline_model_parallel_size
         num_stages, stage = groups.pp * (num_chunks or 1), chunk * groups.pp + groups.pp_rank
         first, last = stage == 0, stage == num_stages - 1
-        block = block_spec(config, shape.num_layers // num_stages, layers)
+        block = block_spec(config, shape.traits, shape.num_layers // num_stages, layers)
         super().__init__(
             config=config,
             transformer_layer_spec=block if shape.experts is None else with_experts(block, shape.experts),
@@ -66,7 +66,7 @@ class RoleModel(GPTModel):
             vp_stage=None if num_chunks is None else chunk,
         )
         self.shape, self.groups, self.head = shape, groups, head
-        self.vocab = VocabShards(groups.collection.tp, shape.vocab_rows(groups.tp), shape.vocab_size)
+        self.vocab = VocabShards(groups.collection.tp, shape.vocab_rows(groups.tp), shape.vocab_size, shape.final_cap)
         self.stage, self.num_stages = stage, num_stages
         self.max_length = max_length
         self.adapters: LoraConfig | None = None  # set when adapters are given
@@ -77,7 +77,11 @@ class RoleModel(GPTModel):
             self.output_layer = ScalarHead(self.config)
         for index, layer in enumerate(self.decoder.layers):
             layer.self_attention.stage_layer = index
-            layer.self_attention.window = binding(shape.windows[layer.layer_number - 1], max_length)
+            number = layer.layer_number - 1
+            window, table = binding(shape.windows[number], max_length), shape.tables[number]
+            layer.self_attention.reading = Reading(shape.attention_scale, window, shape.attention_cap, table)
+            if shape.experts is None:
+                layer.mlp.activation_func.activation = shape.traits.activation[1]
 
     def parts(self, tp: int, stage: int, num_stages: int) -> list[Part]:
         """Return a stage's trained tensors in any layout."""
@@ -130,7 +134,9 @@ class RoleModel(GPTModel):
         """Return hidden [T, 1, H]; last stage: normed hidden [R, H] for `output_rows` or `logits`, or scalars [R]."""
         if self.fused is not None and isinstance(plan, CachedPlan):
             return self._cached_forward(self.fused, tokens_T, plan, rows_R)
-        hidden = self.embedding(tokens_T.unsqueeze(0), None) if self.pre_process and tokens_T is not None else None
+        hidden = None
+        if self.pre_process and tokens_T is not None:
+            hidden = self._scaled(self.embedding(tokens_T.unsqueeze(0), None))
         if hidden is not None and self.adapters is not None and torch.is_grad_enabled():
             hidden.requires_grad_()  # of frozen embeddings; without, layers that are computed again would have no gradient
         hidden = self.decoder(hidden_states=hidden, attention_mask=None, packed_seq_params=plan)
@@ -154,12 +160,17 @@ class RoleModel(GPTModel):
     def logits(self, hidden_RH: Tensor) -> Tensor:
         """Return float32 logits [R, V / tp] (last rank: maybe fewer) of few rows."""
         multiply = self._fused_head or product(self.output_weight, packed=False)
-        return self.vocab.of_tokens(multiply(hidden_RH)).float()
+        return self.vocab.capped(self.vocab.of_tokens(multiply(hidden_RH))).float()
+
+    def _scaled(self, embedded: Tensor) -> Tensor:
+        if not self.shape.traits.scaled_embedding:
+            return embedded
+        return embedded * float(torch.tensor(self.shape.hidden_size**0.5).to(embedded.dtype))  # rounded, as in transformers
 
     def _cached_forward(self, stage: FusedStage, tokens_T: Tensor | None, plan: CachedPlan, rows_R: Tensor | None) -> Tensor:
         if self.pre_process and tokens_T is not None:
             words = self.embedding.word_embeddings
-            hidden_TH = words(tokens_T) if self.groups.tp > 1 else F.embedding(tokens_T, words.weight)
+            hidden_TH = self._scaled(words(tokens_T) if self.groups.tp > 1 else F.embedding(tokens_T, words.weight))
         else:
             hidden_TH = self.decoder.input_tensor[:, 0]
         hidden_TH = stage(hidden_TH, plan)
@@ -205,7 +216,7 @@ def transformer_config(
         num_attention_heads=shape.num_heads, num_query_groups=shape.num_kv_heads, kv_channels=shape.head_dim,
         normalization="RMSNorm", layernorm_epsilon=shape.norm_eps,
         gated_linear_unit=True, activation_func=torch.nn.functional.silu,
-        add_bias_linear=False, add_qkv_bias=shape.qkv_bias, qk_layernorm=shape.qk_norm,
+        add_bias_linear=False, add_qkv_bias=shape.traits.qkv_bias, qk_layernorm=shape.traits.qk_norm == "head",
         hidden_dropout=0.0, attention_dropout=0.0,
         tensor_model_parallel_size=groups.tp, pipeline_model_parallel_size=groups.pp,
         params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16,

@@ -34,7 +34,7 @@ class StaticContextDecoder:
             parallel_output=True,
             share_embeddings_and_output_weights=shape.tied_embeddings,
             position_embedding_type="rope",
-            rotary_base=int(shape.rope["rope_theta"]),
+            rotary_base=int(shape.ropes[0]["rope_theta"]),
             pg_collection=model.groups.collection,
         ).eval()
         ours, theirs = dict(model.named_parameters()), dict(self.stock.named_parameters())

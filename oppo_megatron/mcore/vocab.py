@@ -21,10 +21,12 @@ from oppo_megatron.mcore.cpu import row_multiple
 
 
 class VocabShards:
-    """This rank's `rows` rows (the last may be padded)."""
+    """This rank's `rows` rows (the last may be padded); logits x become cap tanh(x / cap) (Gemma 2)."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, rows: int = 0, vocab_size: int | None = None):
-        self.group, self.rows, self.vocab_size = group, rows, vocab_size
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, rows: int = 0, vocab_size: int | None = None, cap: float | None = None
+    ):
+        self.group, self.rows, self.vocab_size, self.cap = group, rows, vocab_size, cap
         self.size = 1 if group is None else group.size()
         self.rank = 0 if group is None else group.rank()
         self.num_tokens = rows if vocab_size is None else min(rows, vocab_size - self.first)
@@ -36,6 +38,14 @@ class VocabShards:
 
     def of_tokens(self, rows_RV: Tensor) -> Tensor:
         return rows_RV if self.num_tokens == self.rows else rows_RV[..., : self.num_tokens]
+
+    def capped(self, logits_RV: Tensor) -> Tensor:
+        """Cap in place."""
+        return logits_RV if self.cap is None else logits_RV.div_(self.cap).tanh_().mul_(self.cap)
+
+    def before_cap(self, grad_BV: Tensor, capped_BV: Tensor) -> Tensor:
+        """Turn the gradient of capped logits into the logits' gradient, in place."""
+        return grad_BV if self.cap is None else grad_BV.mul_(1 - (capped_BV.float() / self.cap).square_())
 
     def filled_up(self, logits_RV: Tensor) -> Tensor:
         missing = self.rows - self.num_tokens
@@ -93,7 +103,7 @@ class OutputRows:
         size = max(1, SLICE_NUMBERS // (self.shards.num_tokens * multiple)) * multiple
         weight_VH = self.weight_VH[: self.shards.num_tokens]
         parts = zip(*(each.split(size) for each in self._filled_up(self.hidden_RH, *columns_R)), strict=True)
-        found = [read(F.linear(hidden_BH, weight_VH), *columns_B) for hidden_BH, *columns_B in parts]
+        found = [read(self.shards.capped(F.linear(hidden_BH, weight_VH)), *columns_B) for hidden_BH, *columns_B in parts]
         return torch.cat(found)[: len(self.hidden_RH)]
 
     def _filled_up(self, *of_rows: Tensor) -> list[Tensor]:
@@ -109,7 +119,7 @@ class _Figures(torch.autograd.Function):
         slices = shards.slices(len(hidden_RH))
         found_5SR = hidden_RH.new_empty(5, len(slices), len(hidden_RH), dtype=torch.float32)
         for found_5R, part in zip(found_5SR.unbind(1), slices, strict=True):
-            logits_RV = F.linear(hidden_RH, weight_VH[part])
+            logits_RV = shards.capped(F.linear(hidden_RH, weight_VH[part]))
             local_R, here_R = shards.local(targets_R, part)
             for rows in _blocks(logits_RV):
                 shifted_BV = _scaled(logits_RV[rows], temperature)
@@ -146,7 +156,7 @@ class _Figures(torch.autograd.Function):
         grad_VH = torch.zeros_like(weight_VH) if ctx.needs_input_grad[2] else None
         for part in reversed(ctx.slices):
             if logits_RV is None:
-                logits_RV = F.linear(hidden_RH, weight_VH[part])
+                logits_RV = ctx.shards.capped(F.linear(hidden_RH, weight_VH[part]))
             local_R, here_R = ctx.shards.local(targets_R, part)
             pulled_R = grad_logp_R * here_R
             for rows in _blocks(logits_RV):
@@ -155,6 +165,7 @@ class _Figures(torch.autograd.Function):
                 inner_BV = (logq_BV + entropy_R[rows, None]).mul_(grad_entropy_R[rows, None]).add_(grad_logp_R[rows, None])
                 grad_BV = logq_BV.exp_().mul_(inner_BV).neg_()
                 grad_BV.scatter_add_(-1, local_R[rows, None], pulled_R[rows, None])
+                grad_BV = ctx.shards.before_cap(grad_BV, logits_RV[rows])
                 logits_RV[rows] = grad_BV if ctx.temperature == 1.0 else grad_BV.div_(ctx.temperature)
                 del logq_BV, inner_BV, grad_BV
             if grad_VH is not None:

@@ -21,6 +21,7 @@ from oppo_megatron.config.serve import ServeConfig
 from oppo_megatron.config.supervised import DPOConfig, SupervisedConfig
 from oppo_megatron.errors import CheckpointError, DataError
 from oppo_megatron.layout.checks import check_auto_placement, check_layouts, check_supervised_layout
+from oppo_megatron.layout.families import traits
 from oppo_megatron.layout.hf_layout import SCALAR_HEAD, Head, Tensor, adapter_problems, weight_problems
 from oppo_megatron.layout.placements import named_roles
 from oppo_megatron.layout.shape import ModelShape, check_head, check_model, check_use, is_classifier, projections
@@ -157,7 +158,11 @@ def _check_role(role: Role, context: int, vocab_size: int | None, problems: list
     problems += check_use(role.name, hf_config, context, vocab_size)
     known = len(problems)
     lora = role.model.lora if isinstance(role.model, LearningModelConfig) else None
-    if lora is not None and not check_model(role.name, hf_config) and set(lora.projections) - projections(hf_config).keys():
+    if lora is not None and not check_model(role.name, hf_config) and traits(hf_config).joined:
+        problems.append(
+            f"{role.name}.lora: adapters of {hf_config['model_type']}, whose files join projections, are not supported; remove it"
+        )
+    elif lora is not None and not check_model(role.name, hf_config) and set(lora.projections) - projections(hf_config).keys():
         problems.append(
             f"{role.name}.lora.targets: {', '.join(lora.projections)}, but experts take no adapters; set it to some of "
             f"{', '.join(projections(hf_config))}"

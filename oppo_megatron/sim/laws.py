@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from oppo_megatron.layout.experts import experts_of, ffn_width
+from oppo_megatron.layout.families import traits
 from oppo_megatron.layout.shape import Shape, head_dim, head_linear, layer_weights, num_kv_heads
 from oppo_megatron.sim.clusters.cluster import MIB, Between, Cluster, Gpu, Source, published
 
@@ -38,6 +39,7 @@ class LayerSizes:
     keys: float
     others: float = 0.0
     skipped: float = 0.0
+    norms: int = 2
 
     @classmethod
     def of(cls, shape: Shape, tp: int) -> LayerSizes:
@@ -55,6 +57,7 @@ class LayerSizes:
             keys=2 * key / tp,
             others=others / tp,
             skipped=0.0 if experts is None else 1 - experts.active / experts.count,
+            norms=len(traits(shape).norms),
         )
 
     def product_flops(self, tokens: Number) -> Number:
@@ -66,8 +69,8 @@ class LayerSizes:
         return WIDTH * (read + self.moved * tokens)
 
     def elementwise_bytes(self, tokens: Number, *, sums: int = 2, hidden_share: float = 1.0) -> Number:
-        """Two norms, `sums` of two tensors, rotations and activation; this rank has `hidden_share` of hidden values."""
-        return WIDTH * tokens * ((2 * 2 + 3 * sums) * self.hidden * hidden_share + self.inner)
+        """Norms, `sums` of two tensors, rotations and activation; this rank has `hidden_share` of hidden values."""
+        return WIDTH * tokens * ((2 * self.norms + 3 * sums) * self.hidden * hidden_share + self.inner)
 
 
 @dataclass(frozen=True)

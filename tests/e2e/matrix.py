@@ -44,8 +44,23 @@ EXPERTS = DEEP | {
 }  # fmt: skip
 
 
+WINDOWS = {"sliding_window": 12, "head_dim": 8}
+FAMILIES = {
+    "Phi-3": DEEP | {"model_type": "phi3", "sliding_window": 12, "partial_rotary_factor": 0.5},
+    "OLMo 2": DEEP | {"model_type": "olmo2"},
+    "Gemma 2": DEEP | WINDOWS | {"model_type": "gemma2", "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 12},
+    "Gemma 3": DEEP | WINDOWS | {"model_type": "gemma3_text", "sliding_window_pattern": 2},
+}  # fmt: skip
+
+
 def has_experts(outcome: Outcome) -> bool:
     return any("experts.5." in name for name in outcome.actor)
+
+
+def has_own_layers(outcome: Outcome) -> bool:
+    """Norms after layers, or joined projections, and sequences longer than the windows."""
+    longest = max(len(tokens) for tokens in outcome.tokens().values())
+    return any("feedforward" in name or "qkv_proj" in name for name in outcome.actor) and longest > 12
 
 
 def total(outcome: Outcome, figure: str) -> float:
@@ -196,6 +211,10 @@ FEATURES: dict[str, Feature] = {
         soon=("TP2 | PP2",), stops="TP2 | PP2"),
     "experts, in groups": Feature(
         grouped("grpo", 4, steps=3, actor={"init": EXPERTS, "optimizer": STEADY_ADAM}), has_experts),
+    **{f"{one}, scored by {other}": Feature(roles(FAMILIES[one], FAMILIES[other]), has_own_layers, soon=soon, stops="TP2 | PP2")
+       for one, other, soon in (
+           ("Gemma 2", "OLMo 2", ("TP2 | PP2",)), ("Gemma 3", "Phi-3", ("PP2 | TP2",)),
+           ("OLMo 2", "Gemma 2", ()), ("Phi-3", "Gemma 3", ()))},
     "odd vocabulary": Feature(  # which tensor ranks do not divide
         roles(DEEP | {"vocab_size": 283, "tie_word_embeddings": True}, DEEP | {"vocab_size": 283}),
         lambda outcome: max(max(tokens) for tokens in outcome.tokens().values()) >= 142, soon=("TP2",)),

@@ -270,7 +270,7 @@ def test_greedy_responses_through_a_window_are_those_of_transformers(models: dic
 
 @layouts
 def test_recorded_log_probs_are_those_of_the_training_forward(models: dict[str, str], tp: int, pp: int, dp: int) -> None:
-    others = ("llama", "mistral", "mixtral") if (tp, pp, dp) == (1, 1, 1) else ("qwen3-moe",)
+    others = ("llama", "mistral", "mixtral", "phi3") if (tp, pp, dp) == (1, 1, 1) else ("qwen3-moe",)
     for model in ("qwen3", *others):
         answers = run_ranks(tp * pp * dp, f"{JOBS}logprob_gaps", directory=models[model], tp=tp, pp=pp, samplings=SAMPLINGS)
         speakers = [answer for answer in answers if "training" in answer["whole"]]

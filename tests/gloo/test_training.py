@@ -183,9 +183,18 @@ EXPERTS = [Case(2, 2, 1, SEQUENCE | FULL), Case(2, 1, 2)]
 MORE = [Case(1, 1, 1), Case(1, 1, 4), Case(2, 1, 1), Case(2, 1, 2, SEQUENCE)]
 
 
-@pytest.mark.parametrize("case", [*EXPERTS, *[pytest.param(case, marks=pytest.mark.long) for case in MORE]], ids=case_id)
-def test_steps_with_experts_equal_plain_torch(models: dict[str, str], case: Case, tmp_path: Path) -> None:
-    names = ("mixtral", "qwen3-moe", "qwen3-moe-scalar")
+NAMES_OF = {
+    "experts": ("mixtral", "qwen3-moe", "qwen3-moe-scalar"), "own layers": ("phi3", "olmo2", "olmo2-scalar", "gemma2", "gemma3"),
+}  # fmt: skip
+QUICK = {"experts": EXPERTS, "own layers": EXPERTS[:1]}
+
+
+@pytest.mark.parametrize(("kind", "case"), [
+    pytest.param(kind, case, id=f"{kind}-{case_id(case)}", marks=[] if case in QUICK[kind] else [pytest.mark.long])
+    for kind in NAMES_OF for case in (*EXPERTS, *MORE)
+])  # fmt: skip
+def test_steps_of_other_layers_equal_plain_torch(models: dict[str, str], kind: str, case: Case, tmp_path: Path) -> None:
+    names = NAMES_OF[kind]
     answers = run_case({name: models[name] for name in names}, case, tmp_path)
     for name in names:
         check(answers, name, reference(models[name], SETTINGS.clip_grad), tmp_path, case.tp * case.dp, rel=3e-5)

@@ -103,7 +103,7 @@ def test_attention_by_triton_is_that_of_softmax_for_random_tables(tmp_path: Path
     found = torch.load(tmp_path / "found.pt")
     assert len(found) == 200 and {dtype for dtype, _ in found} == {"torch.float32", "torch.float16"}
     for dtype, difference in found:
-        assert difference < (2e-6 if dtype == "torch.float32" else 4e-3)
+        assert difference < (4e-6 if dtype == "torch.float32" else 4e-3)
 
 
 def test_the_triton_kernel_compiles_for_gpus_within_their_shared_memory(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oppo_megatron.mcore.layers import fixed_norm, rms_norm, swiglu
-from tests.support.hf import SIZES, save_tiny, tiny_model
+from tests.support.hf import CAPS, PHI_LONG, PHI_SHORT, SIZES, save_tiny, tiny_model
 from tests.support.ranks import run_ranks
 
 SCALED = {"linear": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}, "llama3": {
@@ -22,7 +22,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"sliding_window": 8}), "qwen3-moe": ("qwen3_moe", {}),
     "qwen3-moe-unnormalised": ("qwen3_moe", {"norm_topk_prob": False, "use_sliding_window": True, "sliding_window": 8}),
     **{f"llama-{kind}": ("llama", {"rope_parameters": rope}) for kind, rope in SCALED.items()},
+    "phi3": ("phi3", {"sliding_window": 8}), "phi3-long": ("phi3", PHI_LONG), "phi3-short": ("phi3", PHI_SHORT),
+    "olmo2": ("olmo2", {}), "gemma2": ("gemma2", CAPS | {"sliding_window": 8}),
+    "gemma3": ("gemma3_text", {
+        "sliding_window": 8, "sliding_window_pattern": 3, "query_pre_attn_scalar": 12, "final_logit_softcapping": 5.0}),
+    "gemma3-scaled": ("gemma3_text", {"sliding_window": 8, "sliding_window_pattern": 2, "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}),
 }  # fmt: skip
+OWN = ("phi3", "olmo2", "gemma2", "gemma3")
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 TOLERANCE = 1e-4
 
@@ -59,8 +67,10 @@ def test_logits_equal_transformers(tmp_path: Path, model: str) -> None:
     compare(tmp_path, save_tiny(tmp_path, family, **changes), "lm", 1, 1)
 
 
-@pytest.mark.parametrize("tp,pp", LAYOUTS[1:])
-@pytest.mark.parametrize("model", ["qwen2", "qwen2-tied", "qwen3", "llama-llama3", "mixtral", "qwen3-moe"])
+@pytest.mark.parametrize("model,tp,pp", [
+    pytest.param(model, tp, pp, marks=[pytest.mark.long] if model in OWN and tp * pp < 4 else [])
+    for model in ("qwen2", "qwen2-tied", "qwen3", "llama-llama3", "mixtral", "qwen3-moe", *OWN) for tp, pp in LAYOUTS[1:]
+])  # fmt: skip
 def test_logits_equal_transformers_on_every_layout(tmp_path: Path, model: str, tp: int, pp: int) -> None:
     family, changes = MODELS[model]
     compare(tmp_path, save_tiny(tmp_path, family, **changes), "lm", tp, pp)
@@ -84,7 +94,7 @@ CASES: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     **{f"a window, tp {tp}, pp {pp}": ("mistral", "lm", tp, pp, {"sliding_window": 8, "head_dim": 16, "vocab_size": 65})
        for tp, pp in LAYOUTS[1:]},
     **{f"a window in some layers of {family}": (family, "lm", 1, 2, SOME) for family in ("qwen2", "qwen3")},
-    **{f"a scalar head of {family}": (family, "scalar", 1, 1, {}) for family in ("llama", "qwen3")},
+    **{f"a scalar head of {family}": (family, "scalar", 1, 1, {}) for family in ("llama", "qwen3", "olmo2", "gemma3_text")},
     "a scalar head of mistral": ("mistral", "scalar", 1, 1, {"sliding_window": 8}),
 }  # fmt: skip
 

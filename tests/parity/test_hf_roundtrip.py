@@ -19,7 +19,7 @@ from oppo_megatron.integrations import huggingface
 from oppo_megatron.mcore.weights import hf_writer
 from oppo_megatron.mcore.weights.hf_source import open_weights
 from oppo_megatron.mcore.weights.hf_weights import rewrite_weights
-from tests.support.hf import convert, save_tiny, tensors_of, tiny_model
+from tests.support.hf import PHI_LONG, convert, save_tiny, tensors_of, tiny_model
 from tests.support.ranks import run_ranks
 
 MODELS = {
@@ -27,8 +27,11 @@ MODELS = {
     "qwen3": ("qwen3", "lm", {}), "qwen2-reward": ("qwen2", "scalar", {"tie_word_embeddings": True}),
     "llama-reward": ("llama", "scalar", {}), "mistral": ("mistral", "lm", {"sliding_window": 3}),
     "mixtral": ("mixtral", "lm", {}), "qwen3-moe-reward": ("qwen3_moe", "scalar", {}),
-    "mistral-reward": ("mistral", "scalar", {"sliding_window": None}),
+    "mistral-reward": ("mistral", "scalar", {"sliding_window": None}), "phi3": ("phi3", "lm", PHI_LONG),
+    "phi3-reward": ("phi3", "scalar", {}), "olmo2": ("olmo2", "lm", {}), "gemma2": ("gemma2", "lm", {}),
+    "gemma3-reward": ("gemma3_text", "scalar", {}),
 }  # fmt: skip
+OWN = ("phi3", "phi3-reward", "olmo2", "gemma2", "gemma3-reward")
 ODD = {
     f"{name}-odd-vocabulary": (*MODELS[name][:2], MODELS[name][2] | {"vocab_size": 259})
     for name in ("qwen2", "qwen2-tied", "llama-reward")
@@ -53,7 +56,8 @@ def outputs(directory: Path, head: str = "lm") -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name,tp,pp", [
-    *itertools.product(MODELS, (1, 2), (1, 2)), ("qwen2-odd-vocabulary", 4, 1), ("qwen2-tied-odd-vocabulary", 2, 2),
+    *(pytest.param(*each, marks=[pytest.mark.long] if each[0] in OWN and each[1] * each[2] < 4 else [])
+      for each in itertools.product(MODELS, (1, 2), (1, 2))), ("qwen2-odd-vocabulary", 4, 1), ("qwen2-tied-odd-vocabulary", 2, 2),
     ("llama-reward-odd-vocabulary", 2, 1),
 ])  # fmt: skip
 def test_export_gives_back_what_was_loaded(tmp_path: Path, name: str, tp: int, pp: int) -> None:

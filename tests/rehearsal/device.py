@@ -139,7 +139,9 @@ def attention(
     return efficient(q, k, v, attn_mask, keeps, 0.0, is_causal, scale=scale)[0]
 
 
-def by_table(watch: Watch, q: Tensor, k: Tensor, v: Tensor, call: PagedCall, scale: float, window: int | None) -> Tensor:
+def by_table(
+    watch: Watch, q: Tensor, k: Tensor, v: Tensor, call: PagedCall, scale: float, window: int | None, cap: float | None
+) -> Tensor:
     """The Triton kernel of paged caches, as far as a device can be told of it."""
     out = torch.empty_like(q)
     watch.uses([q, k, v, call.table_SW, call.length_S, *([call.new_ends] if call.most_new > 1 else [])], [out])

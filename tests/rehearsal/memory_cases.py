@@ -36,6 +36,8 @@ SHAPES = {
         "moe_intermediate_size": 768,
         "norm_topk_prob": True,
     },
+    "2B, soft caps": _qwen("gemma2", 2304, 26, 8, 4, 9216, True) | {"head_dim": 256, "vocab_size": 256000},
+    "7B, width norms": _qwen("olmo2", 4096, 32, 32, 32, 11008, False),
     "8B": _llama(4096, 32, 32, 8, 14336),
     "32B": _qwen("qwen3", 5120, 64, 64, 8, 25600, False),
     "70B": _llama(8192, 80, 64, 8, 28672),
@@ -97,6 +99,7 @@ QUICK = {
     "8B reference, paged": Layout("8B", 4, 2, role="reference", stage=-1, layers=2, rows=16, kv="paged"),
     "1B critic, one key head": Layout("1B, one key head", role="critic", layers=2, rows=3, train={"recompute": "full"}),
     "30B, experts": Layout("30B, experts", layers=2, rows=4, tokens=4096),
+    "2B, soft caps": Layout("2B, soft caps", layers=2, rows=2),
     "8B, long prompts, one adapter": Layout(
         "8B", 8, layers=2, rows=8, prompt=976, response=48, lora=LORA | {"targets": ["down_proj"]}, train=PARALLEL
     ),
@@ -116,6 +119,8 @@ LAYOUTS = {
     "8B, pp 4, interleaved, few rows": Layout("8B", 2, 4, layers=16, train={"vpp": 2, "recompute": "full"}, rows=2),
     "1B, float32, one key head": Layout("1B, one key head", layers=4, rows=2, dtype="float32"),
     "2B, a key head each": Layout("2B, a key head each", 2, 2, stage=-1, layers=4, rows=3, train={"recompute": "selective"}),
+    "2B, soft caps, float32": Layout("2B, soft caps", tp=2, layers=2, rows=2, dtype="float32"),
+    "7B, width norms": Layout("7B, width norms", 2, layers=4, rows=2, train=PARALLEL),
     "32B, pp 8, first": Layout("32B", 8, 8, 4, tokens=8192, response=4094, rows=16, train=PARALLEL),
     "32B critic": Layout("32B", 8, 4, 2, "critic", -1, layers=32, rows=4, train=FULL),
     "70B, pp 8, first": Layout("70B", 8, 8, 16, tokens=8192, response=4094, rows=16, train=PARALLEL),

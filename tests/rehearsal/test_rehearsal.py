@@ -26,6 +26,7 @@ LONG = (
     "experts, tp 2",
     "updated as pp 2",
     "pairs, dp 2",
+    "soft caps, paged",
     "dp 2, updated as tp 2",
     "updated as pp 2, interleaved",
     "remax",

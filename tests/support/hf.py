@@ -13,6 +13,18 @@ SIZES = {
 }  # fmt: skip
 
 
+LONG = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.5, 2.5], "long_factor": [2.0, 5.0],
+    "partial_rotary_factor": 0.5,
+}  # fmt: skip
+"""Rotations of Phi-3, of half of a head of 8 numbers; changed beyond 16 tokens, or 64."""
+PHI_LONG, PHI_SHORT = (
+    {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": LONG | of_length} | of_length
+    for of_length in ({"original_max_position_embeddings": n} for n in (16, 64))
+)
+CAPS = {"query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0}
+
+
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return {name: t for file in sorted(directory.glob("*.safetensors")) for name, t in load_file(file).items()}
 
@@ -20,7 +32,8 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
 def tiny_config(family: str, **changes: Any) -> Any:
     """Qwen3's head dim is set apart from hidden / heads, as its checkpoints have it."""
     own: dict[str, Any] = {
-        "qwen3": {"head_dim": 16}, "mixtral": {"num_local_experts": 6},
+        "phi3": {"eos_token_id": 2}, "gemma2": {"head_dim": 16}, "gemma3_text": {"head_dim": 16}, "qwen3": {"head_dim": 16},
+        "mixtral": {"num_local_experts": 6},
         "qwen3_moe": {
             "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 3, "norm_topk_prob": True
         },
@@ -40,7 +53,8 @@ def tiny_model(family: str, head: str = "lm", seed: int = 0, **changes: Any) -> 
     with torch.no_grad():
         for name, param in model.named_parameters():
             noise = torch.randn(param.shape, generator=generator)
-            param.copy_(1 + 0.1 * noise if "norm" in name else 0.3 * noise)
+            centre = float(not family.startswith("gemma"))  # of norms' weights
+            param.copy_(centre + 0.1 * noise if "norm" in name else 0.3 * noise)
     return model
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.numpy import save_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.limit import forward_flops, training_flops
 from oppo_megatron.cluster.world import open_world
@@ -21,9 +21,10 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.config.supervised import RewardModelConfig, SFTConfig
 from oppo_megatron.errors import CheckpointError
 from oppo_megatron.layout import shape as shape_module
-from oppo_megatron.layout.hf_layout import Head, hf_tensors
+from oppo_megatron.layout.families import FAMILIES, windows
+from oppo_megatron.layout.hf_layout import Head, hf_tensors, size_of_rows, stored_names
 from oppo_megatron.layout.memory import stage_parameters
-from oppo_megatron.layout.shape import ModelShape, causal_pairs, check_head, check_shape, max_positions, windows
+from oppo_megatron.layout.shape import ModelShape, causal_pairs, check_head, check_shape, max_positions
 from oppo_megatron.mcore.attention import PackedPlan
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.model import RoleModel, step
@@ -42,7 +43,15 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"num_key_value_heads": 3}, "8 attention heads do not divide by 3 key/value heads"),
     ({"max_position_embeddings": 255}, "up to 256 tokens are asked for, but the model's longest is 255"),
     ({"vocab_size": 99}, "vocabulary has 99 entries, but the tokenizer gives ids up to 99"),
-    ({"model_type": "gemma2"}, "'gemma2' is not supported; use one of llama, mistral, qwen2, qwen3, mixtral, qwen3_moe (Qwen2.5"),
+    ({"model_type": "falcon"}, f"'falcon' is not supported; use one of {', '.join(FAMILIES)} (Qwen2.5"),
+    ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` of its RoPE parameters is 0.5, but must be 1"),
+    ({"model_type": "phi3", "architectures": None, "partial_rotary_factor": 2}, "is 2, but must be positive and at most 1"),
+    ({"model_type": "phi3", "architectures": None, "rope_scaling": {
+        "type": "longrope", "short_factor": [1.0], "long_factor": [2, 2, 2, 2]}},
+        "`short_factor` of its RoPE parameters is [1.0], but must be a list of 4 positive numbers"),
+    ({"model_type": "gemma2", "architectures": None, "final_logit_softcapping": -1}, "-1, but must be a positive number or null"),
+    ({"model_type": "gemma2", "architectures": None, "hidden_activation": "silu"}, "but must be gelu_pytorch_tanh"),
+    ({"model_type": "bloom", "n_layer": 2}, "'bloom' is not supported; use one of llama, mistral"),
     ({**MIXTRAL, "num_local_experts": 0}, "`num_local_experts` of its config.json is 0, but must be a positive integer"),
     ({**MIXTRAL, "num_experts_per_tok": 9}, "is 9, but must be at most 8, the number of experts"),
     ({**QWEN_MOE, "mlp_only_layers": [0]}, "`mlp_only_layers` of its config.json is [0], but must be []"),
@@ -53,14 +62,14 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ({**MISTRAL, "sliding_window": "4k"}, "`sliding_window` of its config.json is '4k'"),
     ({"use_sliding_window": True, "max_window_layers": -1}, "`max_window_layers` of its config.json is -1"),
     ({"layer_types": ["full_attention"]}, "for each of its 4 layers"),
-    ({"layer_types": ["sliding_attention"] * 4}, "use_sliding_window is not true"),
+    ({"layer_types": ["sliding_attention"] * 4}, "must name it only if use_sliding_window is true"),
     ({"hidden_size": None}, "`hidden_size` of its config.json is None"),
     ({"num_hidden_layers": 0}, "`num_hidden_layers` of its config.json is 0"),
     ({"num_key_value_heads": "x"}, "`num_key_value_heads` of its config.json is 'x'"),
     ({"max_position_embeddings": -5}, "`max_position_embeddings` of its config.json is -5"), ({"head_dim": 7}, "head_dim is 7"),
     ({"rms_norm_eps": "tiny"}, "`rms_norm_eps` of its config.json is 'tiny'"),
     ({"architectures": "Qwen2ForCausalLM"}, "architecture 'Qwen2ForCausalLM' is not supported"),
-    ({"hidden_act": "gelu"}, "hidden_act is 'gelu', but only silu is computed"),
+    ({"hidden_act": "gelu"}, "`hidden_act` of its config.json is 'gelu', but must be silu"),
     ({"attention_bias": True}, "attention_bias is true"),
     ({"rope_scaling": "yarn"}, "RoPE parameters are 'yarn', but must be a mapping"),
     ({"rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic' is not supported"),
@@ -126,7 +135,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
 def test_the_runtime_reads_the_context_that_was_checked(extra: dict[str, Any], positions: int) -> None:
     config = {**QWEN, **extra}
     assert ModelShape.from_hf(config).max_positions == max_positions(config) == positions
-    with pytest.raises(CheckpointError, match="hidden_act is 'gelu'"):
+    with pytest.raises(CheckpointError, match="hidden_act` of its config.json is 'gelu'"):
         ModelShape.from_hf({**config, "hidden_act": "gelu"})
 
 
@@ -142,6 +151,47 @@ def test_heads_of_checkpoints(name: str, architecture: str, scalar: bool, expect
     assert expected in problems[0] if expected else problems == []
     if name == "reward" and not expected:
         assert "2 labels" in check_head("x", config | {"id2label": {"0": "a", "1": "b"}}, scalar=True)[0]
+
+
+def _published(family: str, sizes: str, **more: Any) -> dict[str, Any]:
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+    return {"model_type": family} | dict(zip(keys, map(int, sizes.split()), strict=True)) | more
+
+
+FACTORS = {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [float(n) for n in range(1, 49)]}
+PUBLISHED = {
+    "Phi-3-mini-4k": _published("phi3", "3072 8192 32 32 32 32064", max_position_embeddings=4096, sliding_window=2047),
+    "Phi-4": _published("phi3", "5120 17920 40 40 10 100352", max_position_embeddings=16384, rope_theta=250000.0),
+    "Phi-4-mini": _published(
+        "phi3", "3072 8192 32 24 8 200064", max_position_embeddings=131072, original_max_position_embeddings=4096,
+        partial_rotary_factor=0.75, rope_scaling=FACTORS, tie_word_embeddings=True),
+    "OLMo-2-7B": _published("olmo2", "4096 11008 32 32 32 100352", max_position_embeddings=4096, rope_theta=500000.0),
+    "gemma-2-2b": _published("gemma2", "2304 9216 26 8 4 256000", head_dim=256),
+    "gemma-2-9b": _published("gemma2", "3584 14336 42 16 8 256000", head_dim=256),
+    "gemma-3-1b": _published(
+        "gemma3_text", "1152 6912 26 4 1 262144", head_dim=256, sliding_window=512, rope_theta=1e6, rope_local_base_freq=1e4,
+        max_position_embeddings=32768),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_shapes_are_those_of_transformers(name: str) -> None:
+    hf = PUBLISHED[name]
+    config = AutoConfig.for_model(**hf)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert check_shape(name, hf, ParallelConfig(), 4096, hf["vocab_size"]) == []
+    assert stage_parameters(hf, 1, 1, 0, scalar=False) == sum(p.numel() for p in model.parameters())
+    shape = ModelShape.from_hf(hf)
+    sizes = hf_tensors(shape, "lm")
+    stored = {name: size_of_rows([sizes[part] for part in parts]) for name, parts in stored_names(shape, sizes).items()}
+    tied = {"lm_head.weight"} if shape.tied_embeddings else set()
+    assert stored == {name: tuple(p.shape) for name, p in model.state_dict().items() if name not in tied}
+    reading = [layer.self_attn for layer in model.model.layers]
+    assert [each.scaling for each in reading] == pytest.approx([shape.attention_scale] * shape.num_layers)
+    own = [config.sliding_window] * shape.num_layers if shape.family == "phi3" else [
+        getattr(each, "sliding_window", None) for each in reading]  # fmt: skip
+    assert list(shape.windows) == own and shape.max_positions == config.max_position_embeddings
 
 
 def write_safetensors(path: Path, dtype: str, size: int) -> None:

@@ -185,7 +185,7 @@ def test_one_call_for_all_sequences(monkeypatch: pytest.MonkeyPatch, window: int
     expected = PackedPlan(LENGTHS, ROPE).attend(0, *given, SCALE, window)
     monkeypatch.setattr(varlen, "varlen_attn", later if asks_for_groups else by_ends)
     attention.torch_varlen.cache_clear()
-    monkeypatch.setattr(attention, "varlen_kernel", lambda q: attention.torch_varlen())
+    monkeypatch.setattr(attention, "varlen_kernel", lambda q, cap: attention.torch_varlen())
     found = PackedPlan(LENGTHS, ROPE).attend(0, *given, SCALE, window)
     attention.torch_varlen.cache_clear()
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
@@ -201,7 +201,7 @@ def test_torchs_call_has_gradients(monkeypatch: pytest.MonkeyPatch, window: int 
             calls.append((func.name(), [each for each in args if not isinstance(each, Tensor)]))
             return func(*args, **(kwargs or {}))
 
-    monkeypatch.setattr(attention, "varlen_kernel", lambda q: attention.torch_varlen())
+    monkeypatch.setattr(attention, "varlen_kernel", lambda q, cap: attention.torch_varlen())
     with tensors_of(META) as made, torch.enable_grad(), Calls():
         given = [made(7, heads, DIM).requires_grad_() for heads in (HEADS, GROUPS, GROUPS)]
         out = PackedPlan([3, 4], (made(9, DIM, dtype=torch.float32),) * 2).attend(0, *given, SCALE, window)

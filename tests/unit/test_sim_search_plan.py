@@ -73,13 +73,15 @@ KINDS: Mapping[str, dict[str, Any]] = {
     "a larger reward model": {"reward": {"init": SMALL | {"num_hidden_layers": 16}}},
     "little memory for caches": {"runtime": {"device": "cpu", "dtype": "bfloat16", "kv_cache_mb": 256}},
     "experts": {role: {"init": SMALL | EXPERTS} for role in ("actor", "critic", "reward")},
+    "families": {role: {"init": SMALL | {"model_type": family}} for role, family in (
+        ("actor", "gemma2"), ("critic", "olmo2"), ("reward", "phi3"))},
     "woven": {"overlap": {"schedule": "woven"}},
     "continuous": {"critic": None, "algorithm": {"preset": "grpo"}, "filter": None,
         "overlap": {"continuous": {}, "max_staleness": 1},
         "rollout": {"batch_size": 32, "group_size": 4, "max_response_tokens": 1024}},
     "continuous with a critic": {"overlap": {"continuous": {"install": "pause", "lag_steps": 64}, "max_staleness": 2}},
 }  # fmt: skip
-OFTEN = ("a reference of its own", "grpo", "adapters", "continuous", "experts")
+OFTEN = ("a reference of its own", "grpo", "adapters", "continuous", "experts", "families")
 
 
 @pytest.mark.parametrize("kind", [each if each in OFTEN else pytest.param(each, marks=pytest.mark.long) for each in KINDS])

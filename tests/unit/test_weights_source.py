@@ -23,16 +23,18 @@ from oppo_megatron.preflight.validate import service_problems, supervised_proble
 from tests.support.hf import save_tiny, tiny_config
 
 NORM = "model.layers.1.input_layernorm.weight"
+JOINED = "model.layers.1.self_attn.qkv_proj.weight"
 
 
 @pytest.fixture(scope="module")
 def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """lm (one file), sharded, scalar and tied checkpoints."""
+    """lm (one file), sharded, scalar and tied checkpoints, and one with joined projections."""
     root = tmp_path_factory.mktemp("hf")
     save_tiny(root / "lm", "qwen2")
     save_tiny(root / "sharded", "qwen2", max_shard_size="20KB")
     save_tiny(root / "scalar", "qwen2", "scalar")
     save_tiny(root / "tied", "qwen2", tie_word_embeddings=True)
+    save_tiny(root / "joined", "phi3")
     return root
 
 
@@ -97,6 +99,10 @@ REFUSED: dict[str, tuple[str, Head, Callable[[Path], object], list[str]]] = {
     "a missing tensor": ("lm", "lm", lambda d: rewrite(d, lambda tensors: tensors.pop(NORM)),
         [f"{NORM} is missing", "Nearest names: model.layers."]),
     "another shape": ("lm", "lm", lambda d: rewrite(d, tensor(NORM, 31)), [f"{NORM} has shape [31], config.json asks for [32]"]),
+    "a joined projection of another shape": ("joined", "lm",
+        lambda d: rewrite(d, lambda tensors: tensors.update({JOINED: torch.ones(3, 32)})),
+        [f"{JOINED} has shape [3, 32], config.json asks for [64, 32]"]),
+    "no joined projection": ("joined", "lm", lambda d: rewrite(d, lambda tensors: tensors.pop(JOINED)), [f"{JOINED} is missing"]),
     "another config": ("lm", "lm", lambda d: edit(d / "config.json", intermediate_size=64),
         ["[48, 32], config.json asks for [64, 32]", "and 4 more"]),
     "a layer too many": ("lm", "lm", lambda d: edit(d / "config.json", num_hidden_layers=3, layer_types=["full_attention"] * 3),
@@ -140,7 +146,7 @@ def test_the_shape_is_the_directory_s_and_tied_checkpoints_lack_the_head(checkpo
     shape, source = open_weights(ModelConfig(checkpoint=checkpoints / "tied"), "lm")
     assert "lm_head.weight" not in source.tensors and shape.tied_embeddings
     shape = read_shape(checkpoints / "lm")
-    assert (shape.family, shape.num_layers, shape.num_kv_heads, shape.qkv_bias) == ("qwen2", 4, 4, True)
+    assert (shape.family, shape.num_layers, shape.num_kv_heads, shape.traits.qkv_bias) == ("qwen2", 4, 4, True)
 
 
 def test_a_fresh_head_keeps_the_body_and_a_head_that_is_there(checkpoints: Path) -> None:

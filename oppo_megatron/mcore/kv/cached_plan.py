@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oppo_megatron.layout.activations import MASK_NUMBERS
-from oppo_megatron.mcore.attention import apply_rope, binding, pieces, torch_attention, window_size
+from oppo_megatron.mcore.attention import Reading, apply_rope, binding, capped_attention, pieces, torch_attention, window_size
 from oppo_megatron.mcore.cpu import CALL_NUMBERS, blocks
 from oppo_megatron.mcore.device import on_device
 
@@ -114,16 +114,16 @@ class PartsOfCall:
         numbers = sum(part.mask_numbers(repeat) for part in parts)
         self._masks = [self._mask(part) for part in parts] if numbers <= MASK_NUMBERS else None
 
-    def attend(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float) -> Tensor:
+    def attend(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, reading: Reading) -> Tensor:
         outputs = []
         for number, part in enumerate(self._parts):
             mask = self._mask(part) if self._masks is None else self._masks[number]
             k, v = (x[part.rows, :, part.keys] for x in (k_SGLD, v_SGLD))
-            outputs.append(self._one(part, q_TGRD[self._tokens(part)], k, v, mask, scale))
+            outputs.append(self._one(part, q_TGRD[self._tokens(part)], k, v, mask, reading))
             del mask
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _one(self, part: Part, q_TGRD: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    def _one(self, part: Part, q_TGRD: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, reading: Reading) -> Tensor:
         if part.alone:
             places, q_SCGRD = None, q_TGRD.unsqueeze(0)
         else:
@@ -134,7 +134,7 @@ class PartsOfCall:
         num_seqs, chunk, groups, repeat, dim = q_SCGRD.shape
         q_SGRCD = q_SCGRD.permute(0, 2, 3, 1, 4)
         heads = (groups * repeat, chunk) if mask is None or mask.shape[-2] == chunk else (groups, repeat * chunk)
-        out = torch_attention(q_SGRCD.reshape(num_seqs, *heads, dim), k, v, scale, mask)
+        out = torch_attention(q_SGRCD.reshape(num_seqs, *heads, dim), k, v, reading.scale, mask, reading.cap)
         out_SCGRD = out.view(num_seqs, groups, repeat, chunk, dim).permute(0, 3, 1, 2, 4)
         return (out_SCGRD[0] if places is None else out_SCGRD[places]).reshape(len(q_TGRD), -1)
 
@@ -183,7 +183,7 @@ FEW_TOKENS = 48  # average new tokens per sequence below which a CPU attends for
 
 
 class Places(Protocol):
-    def attend(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None) -> Tensor | None:
+    def attend(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, reading: Reading) -> Tensor | None:
         """Cache k and v and attend -> [T, N * D]; None without a kernel."""
 
     def extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor, longest: int) -> tuple[Tensor, Tensor]:
@@ -191,7 +191,7 @@ class Places(Protocol):
 
 
 class Cache(Protocol):
-    rope: tuple[Tensor, Tensor]
+    rope: tuple[Tensor, ...]
     dtype: torch.dtype
     device: torch.device
 
@@ -206,29 +206,31 @@ class CachedPlan(ABC):
 
     def __init__(self, cache: Cache, pos_T: Tensor, longest: int):
         self.pos_T, self.longest, self._dtype = pos_T, longest, cache.dtype
-        cos_LD, sin_LD = cache.rope
-        self.cos_T1D, self.sin_T1D = cos_LD[pos_T].unsqueeze(1), sin_LD[pos_T].unsqueeze(1)
+        self._turns_T1D = [table_LD[pos_T].unsqueeze(1) for table_LD in cache.rope]
 
-    def attend(self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None) -> Tensor:
-        q_TND = apply_rope(q_TND, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
-        k_TGD = apply_rope(k_TGD, self.cos_T1D, self.sin_T1D).to(v_TGD.dtype)
+    def attend(
+        self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None,
+        cap: float | None = None, table: int = 0,
+    ) -> Tensor:  # fmt: skip
+        turns = self._turns_T1D[2 * table :][:2]
+        q_TND, k_TGD = (apply_rope(x, *turns).to(v_TGD.dtype) for x in (q_TND, k_TGD))
         q_TGRD = q_TND.view(len(q_TND), k_TGD.shape[1], -1, q_TND.shape[-1])
-        return self._attention(layer, q_TGRD, k_TGD, v_TGD, scale, window)
+        return self._attention(layer, q_TGRD, k_TGD, v_TGD, Reading(scale, window, cap))
 
-    def attend_grouped(self, layer: int, qkv_TGXD: Tensor, window: int | None = None) -> Tensor:
-        cos, sin = self.cos_T1D.unsqueeze(1), self.sin_T1D.unsqueeze(1)
+    def attend_grouped(self, layer: int, qkv_TGXD: Tensor, reading: Reading) -> Tensor:
+        cos, sin = (turn.unsqueeze(1) for turn in self._turns_T1D[2 * reading.table :][:2])
         qk_TGXD = apply_rope(qkv_TGXD[:, :, :-1], cos, sin).to(qkv_TGXD.dtype)
-        scale = qkv_TGXD.shape[-1] ** -0.5
-        return self._attention(layer, qk_TGXD[:, :, :-1], qk_TGXD[:, :, -1], qkv_TGXD[:, :, -1], scale, window)
+        return self._attention(layer, qk_TGXD[:, :, :-1], qk_TGXD[:, :, -1], qkv_TGXD[:, :, -1], reading)
 
-    def _attention(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None) -> Tensor:
-        found = self.places.attend(layer, q_TGRD, k_TGD, v_TGD, scale, window)
+    def _attention(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, reading: Reading) -> Tensor:
+        found = self.places.attend(layer, q_TGRD, k_TGD, v_TGD, reading)
         if found is not None:
             return found
-        return self._over(q_TGRD, *self.places.extend(layer, k_TGD, v_TGD, self.longest), scale, binding(window, self.longest))
+        bound = reading._replace(window=binding(reading.window, self.longest))
+        return self._over(q_TGRD, *self.places.extend(layer, k_TGD, v_TGD, self.longest), bound)
 
     @abstractmethod
-    def _over(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None) -> Tensor:
+    def _over(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, reading: Reading) -> Tensor:
         """Attend to cached positions -> [T, N * D]."""
 
 
@@ -255,9 +257,10 @@ class CallPlan(CachedPlan):
         number_S = torch.arange(len(self.lens), device=self._device)
         return number_S if self.decode else torch.repeat_interleave(number_S, self.lens_S, output_size=sum(self.lens))
 
-    def _over(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None) -> Tensor:
+    def _over(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, reading: Reading) -> Tensor:
         if self.decode:
-            return self._attend_last(q_TGRD, k_SGLD, v_SGLD, scale, window)
+            return self._attend_last(q_TGRD, k_SGLD, v_SGLD, reading)
+        window = reading.window
         if window not in self._parts:
             repeat, places = q_TGRD.shape[2], (self.row_T, self.col_T)
             if self.parts_on(self._device):
@@ -270,7 +273,7 @@ class CallPlan(CachedPlan):
                     for rows in self._stretches(k_SGLD)
                 ]
             self._parts[window] = PartsOfCall(parts, self.lens, self.past_S, places, repeat, self._dtype)
-        return self._parts[window].attend(q_TGRD, k_SGLD, v_SGLD, scale)
+        return self._parts[window].attend(q_TGRD, k_SGLD, v_SGLD, reading)
 
     @staticmethod
     def parts_on(device: torch.device) -> bool:
@@ -284,14 +287,15 @@ class CallPlan(CachedPlan):
         reaches = [(past + new,) for past, new in zip(self.past, self.lens, strict=True)]
         return blocks(reaches, CALL_NUMBERS / (2 * groups * dim))
 
-    def _attend_last(self, q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None) -> Tensor:
+    def _attend_last(self, q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, reading: Reading) -> Tensor:
+        scale, window, cap, _ = reading
         steps = self._steps.get(window)
         if steps is None:
             steps = self._steps[window] = []
             for rows in self._stretches(k_SGLD):
                 keys, equal = self._keys(rows, window), len(set(self.past[rows])) == 1
                 steps.append((rows, keys, None if equal else beyond_mask(self.past_S[rows], keys, self._dtype, window)))
-        outputs = [attend_one(q_SGRD[s], k_SGLD[s, :, keys], v_SGLD[s, :, keys], mask, scale) for s, keys, mask in steps]
+        outputs = [attend_one(q_SGRD[s], k_SGLD[s, :, keys], v_SGLD[s, :, keys], mask, scale, cap) for s, keys, mask in steps]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _keys(self, rows: slice, window: int | None) -> slice:
@@ -308,10 +312,11 @@ class StepPlan(CachedPlan):
         self.places = places
         self._masks: dict[int | None, Tensor] = {}  # by window
 
-    def _over(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, scale: float, window: int | None) -> Tensor:
+    def _over(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, reading: Reading) -> Tensor:
+        scale, window, cap, _ = reading
         if window not in self._masks:
             self._masks[window] = beyond_mask(self.pos_T, slice(0, self.longest), self._dtype, window)
-        return attend_one(q_TGRD, k_SGLD, v_SGLD, self._masks[window], scale)
+        return attend_one(q_TGRD, k_SGLD, v_SGLD, self._masks[window], scale, cap)
 
 
 class StepRows(ABC):
@@ -335,7 +340,11 @@ class StepRows(ABC):
         """Plan a step.  Idle rows, whose output nobody reads, may attend to fewer positions."""
 
 
-def attend_one(q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def attend_one(
+    q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, mask: Tensor | None, scale: float, cap: float | None = None
+) -> Tensor:
     """Attend for one new token per sequence -> [S, N * D]."""
+    if cap is not None:
+        return capped_attention(q_SGRD, k_SGLD, v_SGLD, scale, mask, cap).reshape(len(q_SGRD), -1)
     out = F.scaled_dot_product_attention(q_SGRD, k_SGLD, v_SGLD, attn_mask=mask, scale=scale)
     return out.reshape(len(q_SGRD), -1)

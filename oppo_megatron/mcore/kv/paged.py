@@ -17,13 +17,13 @@ from torch import Tensor
 
 from oppo_megatron.layout.kernels import FLASH, TRITON, usable
 from oppo_megatron.layout.memory import BLOCK_TOKENS
-from oppo_megatron.mcore.attention import LEAST_CAPABILITY
+from oppo_megatron.mcore.attention import LEAST_CAPABILITY, Reading
 from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.kv.cached_plan import CallPlan, PagedCall, StepPlan, StepRows
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 
-PagedKernel = Callable[[Tensor, Tensor, Tensor, PagedCall, float, int | None], Tensor]
-"""(queries [T, N, D], key and value pool [P, K, G, D], call, scale, window) -> [T, N, D], causal."""
+PagedKernel = Callable[[Tensor, Tensor, Tensor, PagedCall, float, int | None, float | None], Tensor]
+"""(queries [T, N, D], key and value pool [P, K, G, D], call, scale, window, soft cap) -> [T, N, D], causal."""
 
 
 def find_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel | None:
@@ -51,13 +51,16 @@ def by_triton(device: torch.device) -> PagedKernel | None:
     return triton_attention
 
 
-def flash_attn(q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, scale: float, window: int | None = None) -> Tensor:
+def flash_attn(
+    q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, scale: float, window: int | None = None,
+    cap: float | None = None,
+) -> Tensor:  # fmt: skip
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
     # positions before and after its own that a token attends to; -1: all
     options: dict[str, Any] = {
         "softmax_scale": scale, "causal": True, "window_size": (-1 if window is None else window - 1, 0),
-        "block_table": call.table_SW,
+        "block_table": call.table_SW, **({} if cap is None else {"softcap": cap}),
     }  # fmt: skip
     if call.most_new == 1:
         return flash_attn_with_kvcache(q_TND[:, None], k_PKGD, v_PKGD, cache_seqlens=call.length_S, **options)[:, 0]
@@ -166,11 +169,11 @@ class _PagedPlaces:
         self._block_T = call.table_SW[row_T, pos_T // cache.block_tokens].long()
         self._offset_T = pos_T % cache.block_tokens
 
-    def attend(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None) -> Tensor | None:
+    def attend(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, reading: Reading) -> Tensor | None:
         if self._cache.kernel is None:
             return None
-        pools = self._write(layer, k_TGD, v_TGD)
-        return self._cache.kernel(q_TGRD.flatten(1, 2), *pools, self._call, scale, window).flatten(1)
+        pools, (scale, window, cap, _) = self._write(layer, k_TGD, v_TGD), reading
+        return self._cache.kernel(q_TGRD.flatten(1, 2), *pools, self._call, scale, window, cap).flatten(1)
 
     def extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         table_SW = self._call.table_SW[:, : -(-longest // self._cache.block_tokens)]

@@ -24,7 +24,7 @@ COPIED_NUMBERS = 2**25  # most numbers of a dense cache copied at once: 64 MiB i
 class SequenceCache(ABC):
     def __init__(
         self, shape: Callable[[int], tuple[int, ...]], *, num_layers: int, num_slots: int, max_length: int,
-        rope: tuple[Tensor, Tensor], dtype: torch.dtype, device: torch.device, budget_bytes: int | None = None,
+        rope: tuple[Tensor, ...], dtype: torch.dtype, device: torch.device, budget_bytes: int | None = None,
     ):  # fmt: skip
         """`shape(slots)`: shape of a layer's keys.  Raises CapacityError if no slot fits the budget."""
         slot_bytes = 2 * num_layers * prod(shape(1)) * dtype.itemsize

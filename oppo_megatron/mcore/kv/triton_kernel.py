@@ -18,9 +18,9 @@ PROGRAMS, MOST_SPLITS = 512, 32  # enough programs for the 132 processors of an 
 
 @triton.jit
 def attend_tile(
-    q, k, v, tables, starts, lengths, out, sums, peaks, scale, width, window, MANY: tl.constexpr, BOUND: tl.constexpr,
-    G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, K: tl.constexpr, A: tl.constexpr, E: tl.constexpr, J: tl.constexpr,
-    F: tl.constexpr,
+    q, k, v, tables, starts, lengths, out, sums, peaks, scale, width, window, cap, MANY: tl.constexpr, BOUND: tl.constexpr,
+    CAP: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, K: tl.constexpr, A: tl.constexpr, E: tl.constexpr,
+    J: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
     """E: D rounded up to a power of two."""
     s, tile, g, f = tl.program_id(0), tl.program_id(1), tl.program_id(2) // F, tl.program_id(2) % F
@@ -54,7 +54,10 @@ def attend_tile(
         seen = here[None, :] & (key[None, :] <= at[:, None])
         if BOUND:
             seen = seen & (key[None, :] > at[:, None] - window)
-        score = tl.where(seen, tl.dot(query, keys, input_precision="ieee") * scale, -float("inf"))
+        score = tl.dot(query, keys, input_precision="ieee") * scale
+        if CAP:
+            score = cap * (2 * tl.sigmoid(2 * score / cap) - 1)  # cap tanh(score / cap)
+        score = tl.where(seen, score, -float("inf"))
         peak = tl.maximum(top, tl.max(score, 1))
         base = tl.where(peak == -float("inf"), 0.0, peak)  # of a row that has seen nothing yet
         p, shrink = tl.exp(score - base[:, None]), tl.exp(top - base)
@@ -85,8 +88,9 @@ def _join(sums, peaks, out, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
 
 
 def triton_attention(
-    q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, scale: float, window: int | None = None
-) -> Tensor:
+    q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, scale: float, window: int | None = None,
+    cap: float | None = None,
+) -> Tensor:  # fmt: skip
     (tokens, heads, dim), (block, groups) = q_TND.shape, k_PKGD.shape[1:3]
     many, repeat, padded = call.most_new > 1, heads // groups, max(LEAST_ROWS, triton.next_power_of_2(dim))
     rows = max(PREFILL_ROWS if many else LEAST_ROWS, triton.next_power_of_2(repeat))
@@ -101,8 +105,8 @@ def triton_attention(
     )
     attend_tile[(sequences, tiles, groups * splits)](
         q_TND, k_PKGD, v_PKGD, call.table_SW, call.new_ends if many else call.new_S, call.length_S, out, sums, peaks, scale,
-        call.table_SW.stride(0), window or 0, many, window is not None, groups, repeat, dim, block, rows, padded, step, splits,
-        num_stages=2,
+        call.table_SW.stride(0), window or 0, cap or 0.0, many, window is not None, cap is not None, groups, repeat, dim, block,
+        rows, padded, step, splits, num_stages=2,
     )  # fmt: skip
     if splits > 1:
         _join[(tokens * heads,)](sums, peaks, out, dim, padded, splits)

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.families import BEFORE
 from oppo_megatron.layout.hf_layout import Head, Part, param_shapes, stage_parts
 from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore.weights.dist_source import ALIGNER_BIAS, ALIGNER_HEAD, HEAD, saved_names
@@ -113,12 +114,14 @@ CONFIG_NAME = "model_config.yaml"
 
 def nemo_config(shape: ModelShape, head: Head, tokenizer: str) -> dict[str, Any]:
     """Return NeMo's `model_config.yaml`.  Raises ConfigError if it cannot describe the model."""
-    (window, *others), kind = set(shape.windows), shape.rope["rope_type"]
+    (window, *others), row, kind = set(shape.windows), shape.traits, shape.ropes[0]["rope_type"]
     lacking = None
     if shape.experts is not None:
         lacking = "experts"
-    elif shape.qk_norm or kind not in ("default", "linear"):
-        lacking = "norms of queries and keys" if shape.qk_norm else f"RoPE of the kind {kind}"
+    elif row.norms != BEFORE:
+        lacking = "norms after attention and feed-forward"
+    elif row.qk_norm or kind not in ("default", "linear"):
+        lacking = "norms of queries and keys" if row.qk_norm else f"RoPE of the kind {kind}"
     elif others:
         lacking = "a sliding window in some of its layers"
     if lacking is not None:
@@ -145,12 +148,12 @@ def nemo_config(shape: ModelShape, head: Head, tokenizer: str) -> dict[str, Any]
         "normalization": "rmsnorm",
         "layernorm_epsilon": shape.norm_eps,
         "bias": False,
-        "qkv_bias": shape.qkv_bias,
+        "qkv_bias": row.qkv_bias,
         "activation": "fast-swiglu",
         "position_embedding_type": "rope",
-        "rotary_percentage": 1.0,
-        "rotary_base": shape.rope["rope_theta"],
-        **({"seq_len_interpolation_factor": shape.rope["factor"]} if kind == "linear" else {}),
+        "rotary_percentage": shape.rotary_dim / shape.head_dim,
+        "rotary_base": shape.ropes[0]["rope_theta"],
+        **({"seq_len_interpolation_factor": shape.ropes[0]["factor"]} if kind == "linear" else {}),
         # numbers of positions before and after a token's own
         **({} if window is None else {"window_size": [window - 1, 0]}),
         "share_embeddings_and_output_weights": shape.tied_embeddings,

@@ -14,7 +14,17 @@ from safetensors import safe_open
 from oppo_megatron.config.model import ModelConfig, weight_seed
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.experts import size_apart, tensors_apart
-from oppo_megatron.layout.hf_layout import LM_HEAD, SCALAR_HEAD, Head, Tensor, hf_tensors, summary, weight_problems
+from oppo_megatron.layout.hf_layout import (
+    LM_HEAD,
+    SCALAR_HEAD,
+    Head,
+    Tensor,
+    hf_tensors,
+    size_of_rows,
+    stored_names,
+    summary,
+    weight_problems,
+)
 from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore.weights.dist_source import DistSource
 from oppo_megatron.modeldir.adapters import refuse_adapters
@@ -74,6 +84,26 @@ class JoinedExperts:
         return torch.stack([torch.cat(matrices) for matrices in each])[rest]
 
 
+class SplitTensors:
+    """Projections from files that join them (`stored_names`)."""
+
+    def __init__(self, base: TensorSource, shape: ModelShape):
+        self._base, self.tensors, self._places = base, dict(base.tensors), dict[str, tuple[str, int]]()
+        sizes = hf_tensors(shape, "lm")
+        for stored, names in stored_names(shape, sizes).items():
+            whole = size_of_rows([sizes[name] for name in names])
+            if len(names) > 1 and stored in base.tensors and base.tensors[stored].shape == whole:  # others: `weight_problems`
+                dtype, first = self.tensors.pop(stored).dtype, 0
+                for name in names:
+                    self.tensors[name], self._places[name] = Tensor(sizes[name], dtype), (stored, first)
+                    first += sizes[name][0]
+
+    def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
+        stored, first = self._places.get(name, (name, 0))
+        start, stop, _ = region[0].indices(self.tensors[name].shape[0])
+        return self._base.read(stored, (slice(first + start, first + stop), *region[1:]))
+
+
 class DrawnSource(ABC):
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], seed: int):
         self.tensors, self._seed = {name: Tensor(shape, "F32") for name, shape in shapes.items()}, seed
@@ -91,17 +121,17 @@ class DrawnSource(ABC):
 
 
 class RandomSource(DrawnSource):
-    """Matrices normal(0, init_std), norms 1, biases 0."""
+    """Matrices normal(0, init_std), biases 0, norms such that they multiply by 1."""
 
     def __init__(self, shape: ModelShape, seed: int, head: Head):
         super().__init__(hf_tensors(shape, head), seed)
-        self._std = shape.init_std
+        self._std, self._norm = shape.init_std, 1.0 - shape.traits.norm_offset
 
     def draw(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
         if tensor.dim() > 1:
             tensor.normal_(0.0, self._std, generator=generator)
         elif not name.endswith(".bias"):
-            tensor.fill_(1.0)
+            tensor.fill_(self._norm)
 
 
 class OverlaidSource:
@@ -151,6 +181,8 @@ def open_directory(directory: Path, shape_file: Path | None = None) -> tuple[Mod
     megatron = find_megatron(directory, shape_file)
     if megatron is None:
         shape, source = read_shape(directory), SafetensorsSource(directory)
+        if shape.traits.joined:
+            return shape, SplitTensors(source, shape)
         return shape, source if shape.experts is None else JoinedExperts(source, shape)
     shape = ModelShape.from_hf(read_mapping(megatron.shape, "the checkpoint's configuration"), str(megatron.shape))
     return shape, DistSource(megatron, shape)

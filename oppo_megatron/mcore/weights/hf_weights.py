@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -26,7 +27,9 @@ from oppo_megatron.layout.hf_layout import (
     adapter_problems,
     hf_tensors,
     param_shapes,
+    size_of_rows,
     stage_parts,
+    stored_names,
     summary,
 )
 from oppo_megatron.layout.shape import ModelShape
@@ -136,10 +139,18 @@ def rewrite_weights(
 def apart(
     shape: ModelShape, tensors: Mapping[str, tuple[int, ...]], values: Iterable[tuple[str, torch.Tensor]]
 ) -> tuple[dict[str, tuple[int, ...]], Iterator[tuple[str, torch.Tensor]]]:
-    """Return sizes and values with a tensor per expert."""
+    """Return sizes and values as files have them: with a tensor per expert, and projections joined."""
     parts = {name: tensors_apart(shape.family, name, size) for name, size in tensors.items()}
     sizes = {part: size_apart(tensors[name], region) for name, found in parts.items() for part, region in found.items()}
-    return sizes, ((part, value[region]) for name, value in values for part, region in parts[name].items())
+    each = ((part, value[region]) for name, value in values for part, region in parts[name].items())
+    joined = stored_names(shape, sizes)
+
+    def together() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, names in joined.items():
+            found = [value for _, value in itertools.islice(each, len(names))]
+            yield name, found[0] if len(found) == 1 else torch.cat(found)
+
+    return {name: size_of_rows([sizes[part] for part in names]) for name, names in joined.items()}, together()
 
 
 def common_dtype(shape: ModelShape, source: TensorSource, head: Head) -> torch.dtype:

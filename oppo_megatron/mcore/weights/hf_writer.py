@@ -20,8 +20,9 @@ from torch import Tensor
 from oppo_megatron.clock import by_time
 from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.errors import CheckpointError
+from oppo_megatron.layout.families import classes_of
 from oppo_megatron.layout.hf_layout import SCALAR_HEAD, Head
-from oppo_megatron.layout.shape import FAMILIES, ModelShape
+from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore.weights.dist_source import CODES
 from oppo_megatron.modeldir.headers import INDEX_FILE, SINGLE_FILE
 from oppo_megatron.rundir.manifest import sync_folder
@@ -99,7 +100,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def hf_config(shape: ModelShape, head: Head, dtype: torch.dtype) -> dict[str, Any]:
     config = {key: value for key, value in shape.hf.items() if key not in ("torch_dtype", *_LABEL_KEYS)}
-    config["architectures"] = [f"{FAMILIES[shape.family]}For{'CausalLM' if head == 'lm' else 'SequenceClassification'}"]
+    config["architectures"] = [classes_of(shape.family)[head == "scalar"]]
     config["dtype"] = str(dtype).removeprefix("torch.")
     if head == "scalar":
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
