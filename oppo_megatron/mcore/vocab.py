@@ -45,7 +45,7 @@ class VocabShards:
 
     def before_cap(self, grad_BV: Tensor, capped_BV: Tensor) -> Tensor:
         """Turn the gradient of capped logits into the logits' gradient, in place."""
-        return grad_BV if self.cap is None else grad_BV.mul_(1 - (capped_BV.float() / self.cap).square_())
+        return grad_BV if self.cap is None else grad_BV.mul_(capped_BV.float().div_(self.cap).square_().neg_().add_(1))
 
     def filled_up(self, logits_RV: Tensor) -> Tensor:
         missing = self.rows - self.num_tokens
@@ -164,10 +164,11 @@ class _Figures(torch.autograd.Function):
                 # d logp / dx = onehot - q;  d H / dx = -q (log q + H)
                 inner_BV = (logq_BV + entropy_R[rows, None]).mul_(grad_entropy_R[rows, None]).add_(grad_logp_R[rows, None])
                 grad_BV = logq_BV.exp_().mul_(inner_BV).neg_()
+                del inner_BV
                 grad_BV.scatter_add_(-1, local_R[rows, None], pulled_R[rows, None])
                 grad_BV = ctx.shards.before_cap(grad_BV, logits_RV[rows])
                 logits_RV[rows] = grad_BV if ctx.temperature == 1.0 else grad_BV.div_(ctx.temperature)
-                del logq_BV, inner_BV, grad_BV
+                del logq_BV, grad_BV
             if grad_VH is not None:
                 torch.mm(logits_RV.T, hidden_RH, out=grad_VH[part])
             grad_RH += logits_RV @ weight_VH[part]
