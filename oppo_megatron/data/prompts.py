@@ -115,7 +115,7 @@ def load_prompts(
             text = tokenizer.decode(tokens)
             truncated.add(example.row.index)
         rows.append(Prompt(-1, example.row.index, text, tuple(tokens), example.fields, f"{file}:{line}", example.row.source))
-    require_some(len(rows), config, problems)
+    require_some(len(rows), config, problems, [row.source for row in rows])
     if is_first:
         quarantine.first = {"prompt": rows[0].text}
     chats = frozenset(example.row.index for example in examples if example.chat)

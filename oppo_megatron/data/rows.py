@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -153,9 +153,17 @@ def read_rows(config: RowsConfig, problems: RowProblems, templates: Sequence[str
     return rows
 
 
-def require_some(usable: int, config: RowsConfig, problems: RowProblems) -> None:
+def require_some(usable: int, config: RowsConfig, problems: RowProblems, sources: Collection[Source] | None = None) -> None:
+    """Raise DataError if no row is usable, or none of an entry of `data.path` with a weight (`sources`: of the usable rows)."""
     problems.raise_errors(any_left=usable > 0)
     if usable:
+        paths = {path for path, _ in sources or ()}
+        for named in config.sources if sources is not None and config.max_rows is None else ():
+            if named.weight != 1 and str(named.path) not in paths:
+                raise DataError(
+                    f"{named.path} in data.path has the weight {named.weight:g}, but no usable row; correct its rows, or remove "
+                    "the entry"
+                )
         return
     names, num_aside = ", ".join(str(source.path) for source in config.sources), problems.num_quarantined
     if not num_aside:

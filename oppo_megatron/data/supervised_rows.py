@@ -161,7 +161,7 @@ class RowLoader:
 
     def _rows(self, found: Iterable[tuple[Example, RowT]]) -> Rows[RowT]:
         kept = list(found)
-        require_some(len(kept), self._config, self._problems)
+        require_some(len(kept), self._config, self._problems, [each.row.source for each, _ in kept])
         origins = (Origin(f"{each.row.file}:{each.row.line}", each.row.source, id(each) in self._cut) for each, _ in kept)
         RowOrder(each.row.source for each, _ in kept)  # refuses a weight that is too small
         return Rows((row for _, row in kept), origins)

@@ -56,6 +56,8 @@ def faults_of_experts(shape: Mapping[str, Any]) -> Iterator[tuple[str, object, s
             wrong = True
             yield key, shape[key], "be a positive integer"
     experts = None if wrong else experts_of(shape)
+    if experts is not None and experts.count == 1:
+        yield count_key, 1, "be at least 2, because a single expert is a dense feed-forward"
     if experts is not None and experts.count > MOST_EXPERTS:
         yield count_key, experts.count, f"be at most {MOST_EXPERTS}, because a byte of a route names an expert"
     if experts is not None and experts.active > experts.count:

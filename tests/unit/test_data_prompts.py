@@ -42,7 +42,7 @@ def weighted_set(files: Sequence[tuple[int, float]], responses_per_prompt: int =
     return PromptSet(rows, responses_per_prompt=responses_per_prompt)
 
 
-def load(path: Path, check: Any = None, **settings: Any) -> tuple[PromptSet, Quarantine]:
+def load(path: Any, check: Any = None, **settings: Any) -> tuple[PromptSet, Quarantine]:
     quarantine = Quarantine()
     return load_prompts(PromptDataConfig(path=path, **settings), TOKENIZER, quarantine=quarantine, check=check), quarantine
 
@@ -237,6 +237,16 @@ def test_a_fraction_of_a_file_is_drawn_from_all_of_it_and_too_small_a_one_is_ref
         DataError, match=r"the weight of f0 in data.path is 0.3, .* than one of its 3 usable rows; .* at least 0.334"
     ):
         PromptStream(weighted_set([(3, 0.3), (9, 1.0)]), 1)
+
+
+def test_a_weighted_file_without_a_usable_row_is_refused(tmp_path: Path) -> None:
+    good, bad = tmp_path / "good.jsonl", tmp_path / "bad.jsonl"
+    good.write_text('{"prompt": "a"}\n')
+    bad.write_text('{"prompt": 3}\n')
+    files = [good, {"path": bad, "weight": 2}]
+    with pytest.raises(DataError, match=r"bad.jsonl in data.path has the weight 2, but no usable row; .* or remove the entry"):
+        load(files, bad_rows="quarantine")
+    assert len(load([good, bad], bad_rows="quarantine")[0]) == 1
 
 
 AZURE, DEEPSEEK = "trace_azure_2023_conv.csv", "trace_servegen_deepseek_r1_hist.csv"

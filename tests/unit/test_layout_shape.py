@@ -53,6 +53,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "gemma2", "architectures": None, "hidden_activation": "silu"}, "but must be gelu_pytorch_tanh"),
     ({"model_type": "bloom", "n_layer": 2}, "'bloom' is not supported; use one of llama, mistral"),
     ({**MIXTRAL, "num_local_experts": 0}, "`num_local_experts` of its config.json is 0, but must be a positive integer"),
+    ({**MIXTRAL, "num_local_experts": 1, "num_experts_per_tok": 1}, "is 1, but must be at least 2, because a single expert is"),
     ({**MIXTRAL, "num_experts_per_tok": 9}, "is 9, but must be at most 8, the number of experts"),
     ({**QWEN_MOE, "mlp_only_layers": [0]}, "`mlp_only_layers` of its config.json is [0], but must be []"),
     ({**QWEN_MOE, "decoder_sparse_step": 2}, "`decoder_sparse_step` of its config.json is 2, but must be 1"),

@@ -326,6 +326,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a move's name": ({"calls": [ROLLOUT | {"name": "weights for me"}]}, "that begins with `weights for ` belongs to a move"),
     "samples": ({"calls": [ROLLOUT, SCORE | {"model": "actor", "samples": 2}]}, "has samples, which only a generate call may"),
     "run": ({"run": {"runtime": {"micro_batch": 3}}}, "run: `runtime.micro_batch` is not a setting"),
+    "batch": ({"batch": 10**9}, "`batch` is 1000000000, but must be less than or equal to 1048576"),
     "key": ({"batches": 3}, "did you mean `batch`?"),
 }  # fmt: skip
 

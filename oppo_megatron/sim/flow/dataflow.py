@@ -53,7 +53,7 @@ class Call(Section):
 class Dataflow(Section):
     """`oppo plan flow`: models, calls, and the sizes of a step."""
 
-    batch: int = Field(..., ge=1, description="sequences per step")
+    batch: int = Field(..., ge=1, le=2**20, description="sequences per step")
     prompt_tokens: int = Field(..., ge=1, description="tokens of every prompt")
     response_tokens: int = Field(..., ge=1, description="most tokens of a response")
     data: list[str] = Field(["prompts"], description="columns that are given")
