@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from oppo_megatron.config.model import LoraConfig, TrainingLayoutConfig
 from oppo_megatron.layout.experts import experts_of, ffn_width
-from oppo_megatron.layout.families import caps, traits
+from oppo_megatron.layout.families import caps, is_tied, traits
 from oppo_megatron.layout.layouts import Sizes, vocab_rows
 from oppo_megatron.layout.memory import FP32, table_bytes
 from oppo_megatron.layout.shape import DTYPE_BYTES, Shape, head_dim, num_kv_heads
@@ -178,7 +178,7 @@ def _kept_of_token(model: Model, sizes: Sizes, train: TrainingLayoutConfig) -> f
 
 
 def training_activations(model: Model, sizes: Sizes, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch) -> float:
-    """Bytes of an update. The first stage ends with the gradient of the embeddings."""
+    """Bytes of an update. The first stage ends with the gradient of the embeddings, which tied ones add to their head's."""
     whole, kept = model.kept_of_layer(train)
     of_layer = model.backward_of_layer(train, batch.tokens)
     if train.recompute == "full":
@@ -189,8 +189,9 @@ def training_activations(model: Model, sizes: Sizes, stage: int, train: Training
         return held + max(of_layer, of_loss)
     others = held - batch.tokens * _kept_of_token(model, sizes, train)
     of_tokens = batch.tokens * (model.hidden + 2 * model.shard(train))
-    of_embeddings = (model.vocab * model.hidden + of_tokens) * model.width
-    return max(held + max(of_layer, of_loss), others + of_embeddings)
+    of_weights = model.vocab * model.hidden * model.width
+    waiting = of_weights if sizes.pp == 1 and not model.scalar and is_tied(model.shape) else 0
+    return max(held + max(of_layer + waiting, of_loss), others + waiting + of_weights + of_tokens * model.width)
 
 
 @dataclass(frozen=True)

@@ -36,6 +36,7 @@ SHAPES = {
         "moe_intermediate_size": 768,
         "norm_topk_prob": True,
     },
+    # A small vocabulary: torch adds the two gradients of tied embeddings in place, fake tensors make a third.
     "2B, soft caps": _qwen("gemma2", 2304, 26, 8, 4, 9216, True) | {"head_dim": 256, "vocab_size": 32000},
     "7B, width norms": _qwen("olmo2", 4096, 32, 32, 32, 11008, False),
     "8B": _llama(4096, 32, 32, 8, 14336),
