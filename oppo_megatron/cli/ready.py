@@ -195,7 +195,7 @@ def rank_table(config: TrainConfig | SupervisedConfig) -> list[str]:
 def _share(held: Holding) -> Row:
     """The role, its part of each kind of parallelism, from 1: `tp 1/2`, and its layers."""
     coords, sizes = held.coords, held.sizes
-    parts = ((coords.shard, sizes.tp), (coords.stage, sizes.pp), (coords.replica, sizes.dp))
+    parts = ((coords.shard, sizes.tp), (coords.stage, sizes.pp), (coords.replica, sizes.dp * sizes.cp))
     layers = ",".join(f"{c.start + 1}-{c.stop}" if len(c) > 1 else str(c.stop) for c in held.layers)
     return held.role, *(f"{part + 1}/{count}" for part, count in parts), layers
 

@@ -66,6 +66,14 @@ class SizesConfig(Section):
     dp: Annotated[PositiveInt | None, Unit("ranks")] = Field(None, description="data-parallel; null: the role's")
 
 
+class ContextConfig(Section):
+    """Size of an update only: decoding and scoring read whole sequences."""
+
+    cp: Annotated[int, Unit("ranks")] = Field(
+        1, ge=1, description="context-parallel size of the update: ranks that share each sequence; 1: none"
+    )
+
+
 class ParallelConfig(SizesConfig):
     """Tensor-, pipeline- and data-parallel size of one role."""
 
@@ -78,10 +86,19 @@ class ParallelConfig(SizesConfig):
         return self.tp * self.pp * self.dp
 
 
-class TrainingLayoutConfig(SizesConfig):
+class TrainedParallelConfig(ParallelConfig, ContextConfig):
+    """Sizes of a model that is only trained."""
+
+    @property
+    def num_ranks(self) -> int:
+        return super().num_ranks * self.cp
+
+
+class TrainingLayoutConfig(SizesConfig, ContextConfig):
     """The layout of a trained role during its update.
 
-    A null size is taken from the role's `parallel` layout.  If the layouts differ, the weights move after each update.
+    A null size is taken from the role's `parallel` layout, with cp above 1 dp from the number of ranks.  If the layouts differ,
+    the weights move after each update.
     """
 
     vpp: Annotated[int, Unit("stages per rank")] = Field(1, ge=1, description="virtual stages; above 1: interleaved 1F1B")

@@ -13,7 +13,7 @@ from typing_extensions import Self
 from oppo_megatron.config.base import Unit
 from oppo_megatron.config.data import DataConfig
 from oppo_megatron.config.evaluation import ACCURACY, LOSS, PREFERENCE_METRICS, HeldoutConfig
-from oppo_megatron.config.model import LearningModelConfig, ModelConfig, OptimizerConfig, ParallelConfig, UsualRate
+from oppo_megatron.config.model import LearningModelConfig, ModelConfig, OptimizerConfig, TrainedParallelConfig, UsualRate
 from oppo_megatron.config.ppo import PairLossConfig
 from oppo_megatron.config.run import RunConfig, with_common_dtype
 
@@ -25,7 +25,7 @@ class SupervisedConfig(RunConfig):
     batch_size: Annotated[int, Unit("rows")] = Field(32, ge=1, description="rows or pairs per optimizer step")
     max_tokens: int = Field(1024, ge=2, description="longest prompt + completion")
     data: DataConfig
-    parallel: ParallelConfig = ParallelConfig()
+    parallel: TrainedParallelConfig = TrainedParallelConfig()
     model: LearningModelConfig
     evaluation: HeldoutConfig | None = None
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import ceil
 
 from oppo_megatron.config.model import LoraConfig, TrainingLayoutConfig
 from oppo_megatron.layout.experts import experts_of, ffn_width
@@ -18,6 +19,8 @@ SLICE_NUMBERS, CACHED_NUMBERS = 2**26, 2**17
 SLICE_MULTIPLE = 128
 CAPPED_NUMBERS = 2**24
 """Most logits of attention that are computed at once under a soft cap without a kernel (`mcore/attention.py`)."""
+PIECE = 128
+"""Queries of a masked piece whose keys are not bounded by a window (`mcore/attention.py`)."""
 DRAWN_BLOCK = 64
 """Block size of sampling (`engine/sampler.py`)."""
 
@@ -35,6 +38,10 @@ class TrainingBatch:
     micro_batch_tokens: int
     replica_tokens: int
     answered: int | None = None
+
+    def shared(self, cp: int) -> TrainingBatch:
+        """Return the part of one of `cp` ranks, which may have all rows."""
+        return replace(self, micro_batch_tokens=ceil(self.micro_batch_tokens / cp), replica_tokens=ceil(self.replica_tokens / cp))
 
     @property
     def tokens(self) -> int:
@@ -108,7 +115,8 @@ class Model:
             outside += self.query + 2 * self.key + (0 if num_kv_heads(self.shape) == self.tp else self.query)
         if self.lora is not None:
             outside += self.lora.rank * len(targets)
-        inside = 2 * self.query + 2 * (self.query if self.repeats_keys else self.key)
+        seen = 1.0 if train.cp == 1 else train.cp + 0.5  # both stretches' keys, of the tokens of all ranks
+        inside = 2 * self.query + 2 * seen * (self.query if self.repeats_keys else self.key)
         given = self.query + 2 * self.key
         whole = attention + outside + inside
         kept = {"none": whole, "selective": attention + outside + given, "full": float(shard)}[train.recompute]
@@ -131,7 +139,13 @@ class Model:
         up = tokens * (shard + self.hidden - own + pairs) + 2 * weights
         sums = 0 if experts is None else tokens * (shard + pairs + experts.active * self.hidden)
         norms = 5 * tokens * shard * FP32 if traits(self.shape).norm_offset else 0
-        return max(max(down, gates, up, sums) * self.width, norms, self.capped(tokens, tokens, made=6))
+        attention = 0.0
+        if train.cp > 1:  # gradients of gathered keys and values: of both stretches, and of all tokens with their sum
+            attention = tokens * 2 * (self.query + (3 * train.cp + 0.5) * self.key)
+            attention += 0 if train.recompute == "none" else tokens * 2 * (train.cp + 0.5) * self.key
+            masks = PIECE if self.on_cpu else tokens if self.dtype == "float32" else 0  # for each position of a sequence
+            attention += masks * tokens * train.cp
+        return max(max(down, gates, up, sums, attention) * self.width, norms, self.capped(tokens, tokens, made=6))
 
     def capped(self, tokens: int, context: int, made: int = 3) -> float:
         """Bytes of attention's soft-capped logits without a kernel, `made` float32 numbers each."""

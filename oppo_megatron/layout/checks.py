@@ -98,7 +98,8 @@ def check_auto_placement(settings: TrainSettings) -> list[str]:
         written |= {f"{name}.ranks": role.ranks, f"{name}.parallel": role.parallel}
         if isinstance(role, TrainedRoleConfig):
             written |= {f"{name}.train.{size}": getattr(role.train, size, None) for size in ("tp", "pp", "dp", "ranks")}
-            written[f"{name}.train.vpp"] = role.train.vpp if role.train.vpp > 1 else None
+            more = {"vpp": role.train.vpp, "cp": role.train.cp}
+            written |= {f"{name}.train.{key}": count if count > 1 else None for key, count in more.items()}
     return [
         f"{key} is {Sizes.of(value) if isinstance(value, ParallelConfig) else value}, but placement.mode auto chooses the ranks "
         "and layouts of all roles; remove it, or choose disaggregated, colocated or single"
@@ -113,12 +114,22 @@ def check_supervised_layout(config: SupervisedConfig, shape: Shape, name: str = 
         return [_enormous("parallel", config.parallel)]
     limits = model_limits(shape, config.batch_size)
     problems = check_divisions(name, shape, sizes, sizes.num_ranks, limits)
+    problems += _check_stretches("parallel.cp", sizes.cp, config.max_tokens)
     if sizes.dp > config.batch_size:
         problems.append(
             f"parallel.dp is {sizes.dp}, but a batch has {config.batch_size} rows (batch_size) and each replica needs "
             f"one; lower dp or raise batch_size{suggestion(sizes, sizes.num_ranks, limits)}"
         )
     return problems
+
+
+def _check_stretches(key: str, cp: int, longest: int) -> list[str]:
+    if cp == 1 or 2 * cp <= longest:
+        return []
+    return [
+        f"{key} is {cp}, but sequences have at most {longest} tokens, and each of its ranks reads two stretches of each; lower "
+        f"it to {max(1, longest // 2)} or less"
+    ]
 
 
 def _check_scorers(config: TrainConfig) -> list[str]:
@@ -200,18 +211,20 @@ def _check_counts(config: TrainConfig, shapes: Mapping[str, Shape]) -> list[str]
         ranks, limits = placements[name].ranks, _limits(config, name, shapes.get(name))
         if role.parallel is not None:
             asked.append(_Asked(f"{name}.parallel", Sizes.of(role.parallel), len(ranks), limits))
-        if isinstance(role, TrainedRoleConfig) and any(getattr(role.train, each, None) for each in ("tp", "pp", "dp", "ranks")):
+        if isinstance(role, TrainedRoleConfig) and (
+            role.train.cp > 1 or any(getattr(role.train, each, None) for each in ("tp", "pp", "dp", "ranks"))
+        ):
             placement, limits = training[name], _training_limits(config, role, shapes.get(name))
             asked.append(_Asked(f"{name}.train", Sizes.of(placement, role.train.vpp), len(placement.ranks), limits))
     problems = []
     for each in asked:
-        sizes, replica = each.sizes, each.sizes.tp * each.sizes.pp
+        sizes, replica = each.sizes._replace(vpp=1), each.sizes.tp * each.sizes.pp * each.sizes.cp
         unequal = f", which equal replicas of {replica} do not fill" if each.num_ranks % replica else ""
         null = " (null sizes are taken from the role)" if each.name.endswith(".train") else ""
         if sizes.num_ranks != each.num_ranks:
             problems.append(
-                f"{each.name} is tp {sizes.tp} x pp {sizes.pp} x dp {sizes.dp} = {sizes.num_ranks} ranks{null}, but the role "
-                f"has {each.num_ranks}{unequal}; make tp x pp x dp equal to that, or give the role other ranks{each.near}"
+                f"{each.name} is {sizes} = {sizes.num_ranks} ranks{null}, but the role has {each.num_ranks}{unequal}; make "
+                f"tp x pp x dp{' x cp' * (sizes.cp > 1)} equal to that, or give the role other ranks{each.near}"
             )
     return problems
 
@@ -259,6 +272,7 @@ def training_problems(
             f"{config.rollout.batch_size} / ppo.minibatches {config.ppo.minibatches}) and each replica needs one; lower "
             f"{name}.train.dp or ppo.minibatches{asked.near}"
         )
+    problems += _check_stretches(f"{name}.train.cp", train.cp, max_context(config))
     if train.vpp > 1 and placement.pp == 1:
         problems.append(
             f"{name}.train.vpp is {train.vpp}, but 1F1B interleaves the virtual stages of at least 2 ranks and pp is 1; "

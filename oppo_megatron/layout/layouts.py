@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from math import isqrt, lcm, prod
+from math import gcd, isqrt, lcm, prod
 from typing import NamedTuple, Protocol
 
 SHOWN = 3
@@ -19,23 +19,24 @@ class HasSizes(Protocol):
 
 
 class Sizes(NamedTuple):
-    """`vpp`: virtual stages per rank in training."""
+    """`vpp`: virtual stages per rank in training; `cp`: ranks that share each sequence there."""
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     vpp: int = 1
+    cp: int = 1
 
     @classmethod
     def of(cls, layout: HasSizes, vpp: int = 1) -> Sizes:
-        return cls(layout.tp, layout.pp, layout.dp, vpp)
+        return cls(layout.tp, layout.pp, layout.dp, vpp, getattr(layout, "cp", 1))  # layouts of decoding and scoring have none
 
     @property
     def num_ranks(self) -> int:
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.cp
 
     def __str__(self) -> str:
-        text = f"tp {self.tp} x pp {self.pp} x dp {self.dp}"
+        text = f"tp {self.tp} x pp {self.pp} x dp {self.dp}" + f" x cp {self.cp}" * (self.cp > 1)
         return text if self.vpp == 1 else f"{text} with vpp {self.vpp}"
 
 
@@ -60,17 +61,20 @@ class Limits:
         )
 
 
-def layouts_of(num_ranks: int, limits: Limits, *, interleaved: bool = False) -> Iterator[Sizes]:
+def layouts_of(num_ranks: int, limits: Limits, *, interleaved: bool = False, cp: int = 1) -> Iterator[Sizes]:
+    cp = gcd(num_ranks, cp)
+    num_ranks //= cp
     for tp in divisors(num_ranks):
         for pp in divisors(num_ranks // tp):
-            one = Sizes(tp, pp, num_ranks // tp // pp)
+            one = Sizes(tp, pp, num_ranks // tp // pp, cp=cp)
             counts = divisors(limits.layers // pp) if interleaved and limits.layers % pp == 0 else (1,)
             yield from (sizes for vpp in counts if limits.admits(sizes := one._replace(vpp=vpp)))
 
 
 def nearest_layouts(asked: Sizes, num_ranks: int, limits: Limits, also: Callable[[Sizes], bool]) -> list[Sizes]:
     """Layouts of `num_ranks`, the nearest to `asked` first (by the product of the sizes' ratios), then smaller tp, pp."""
-    return sorted(filter(also, layouts_of(num_ranks, limits, interleaved=asked.vpp > 1)), key=lambda s: (_distance(s, asked), s))
+    found = layouts_of(num_ranks, limits, interleaved=asked.vpp > 1, cp=asked.cp)
+    return sorted(filter(also, found), key=lambda sizes: (_distance(sizes, asked), sizes))
 
 
 def nearest_counts(num_ranks: int, limits: Limits, also: Callable[[Sizes], bool] = lambda sizes: True) -> list[int]:

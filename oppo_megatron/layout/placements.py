@@ -20,22 +20,27 @@ class RankCoordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class RolePlacement:
-    """`len(ranks) == tp * pp * dp`."""
+    """`len(ranks) == tp * pp * dp * cp`; the `cp` ranks that share sequences have a copy of the weights each."""
 
     ranks: tuple[int, ...]
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    cp: int = 1
 
     @property
-    def layout(self) -> tuple[int, int, int]:
-        return self.tp, self.pp, self.dp
+    def layout(self) -> tuple[int, ...]:
+        return (self.tp, self.pp, self.dp) if self.cp == 1 else (self.tp, self.pp, self.dp, self.cp)
 
-    def rank(self, replica: int, stage: int, shard: int) -> int:
-        return self.ranks[(stage * self.dp + replica) * self.tp + shard]
+    @property
+    def copies(self) -> int:
+        return self.dp * self.cp
 
-    def stage_ranks(self, replica: int, stage: int) -> tuple[int, ...]:
-        first = (stage * self.dp + replica) * self.tp
+    def rank(self, copy: int, stage: int, shard: int) -> int:
+        return self.ranks[(stage * self.copies + copy) * self.tp + shard]
+
+    def stage_ranks(self, copy: int, stage: int) -> tuple[int, ...]:
+        first = (stage * self.copies + copy) * self.tp
         return self.ranks[first : first + self.tp]
 
     def replica_ranks(self, replica: int) -> tuple[int, ...]:
@@ -46,8 +51,8 @@ class RolePlacement:
         if index is None:
             return None
         outer, shard = divmod(index, self.tp)
-        stage, replica = divmod(outer, self.dp)
-        return RankCoordinates(replica, stage, shard)
+        stage, copy = divmod(outer, self.copies)
+        return RankCoordinates(copy, stage, shard)
 
     def output_rank(self, replica: int = 0) -> int:
         """First tensor rank of the last stage."""
@@ -81,10 +86,12 @@ def training_placements(config: TrainConfig) -> dict[str, RolePlacement]:
     for name, role in config.trained.items():
         serving, train = _placement(role, pool["actor" if name == "actor" else "scorer"]), role.train
         tp, pp, dp, ranks = train.tp or serving.tp, train.pp or serving.pp, train.dp or serving.dp, serving.ranks
-        if isinstance(train, ActorTrainingConfig) and train.ranks is not None:
-            ranks = parse_ranks(train.ranks)
-            dp = train.dp or max(1, len(ranks) // (tp * pp))
-        found[name] = RolePlacement(ranks, tp, pp, dp)
+        others = train.ranks if isinstance(train, ActorTrainingConfig) else None
+        if others is not None:
+            ranks = parse_ranks(others)
+        if others is not None or train.cp > 1:
+            dp = train.dp or max(1, len(ranks) // (tp * pp * train.cp))
+        found[name] = RolePlacement(ranks, tp, pp, dp, train.cp)
     return found
 
 
@@ -96,7 +103,7 @@ def trains_apart(config: TrainConfig) -> bool:
 
 def has_own_training_weights(serving: RolePlacement, training: RolePlacement, vpp: int) -> bool:
     """True if a trained role holds its weights twice; virtual stages hold other layers than serving."""
-    return serving != training or vpp > 1
+    return (serving.ranks, serving.tp, serving.pp) != (training.ranks, training.tp, training.pp) or vpp > 1
 
 
 def pools(config: TrainConfig) -> dict[str, RolePlacement]:
@@ -121,11 +128,16 @@ def world_size(config: TrainConfig | SupervisedConfig) -> int:
 def layout_tree(config: TrainConfig | SupervisedConfig) -> dict[str, list[Any]]:
     """Ranks, tp, pp and dp of every model, in JSON types."""
     if isinstance(config, SupervisedConfig):
-        found = {"model": _over(tuple(range(config.parallel.num_ranks)), config.parallel)}
+        found = {"model": supervised_placement(config)}
     else:
         trained = {f"{name}, trained": placement for name, placement in training_placements(config).items()}
         found = role_placements(config) | trained
     return {name: [list(placement.ranks), *placement.layout] for name, placement in found.items()}
+
+
+def supervised_placement(config: SupervisedConfig) -> RolePlacement:
+    layout = config.parallel
+    return RolePlacement(tuple(range(layout.num_ranks)), layout.tp, layout.pp, layout.dp, layout.cp)
 
 
 def shares_weights(config: TrainConfig) -> bool:
@@ -193,8 +205,8 @@ def group_name(label: str, ranks: Sequence[int]) -> GroupName:
     return GroupName(label if len(ranks) > 1 else ALONE, tuple(ranks))
 
 
-def model_groups(ranks: Sequence[int], tp: int, pp: int, role: str) -> Iterator[tuple[str, GroupName]]:
-    """Yield (part, group) of a model on `ranks` (tensor fastest, then data, then pipeline).
+def model_groups(ranks: Sequence[int], tp: int, pp: int, role: str, cp: int = 1) -> Iterator[tuple[str, GroupName]]:
+    """Yield (part, group) of a model on `ranks` (tensor fastest, then context, data, pipeline); `dp`: all copies.
 
     Roles share groups of equal ranks and part, except tensor groups: roles that decode and prefill at once would wait for each
     other.
@@ -218,6 +230,11 @@ def model_groups(ranks: Sequence[int], tp: int, pp: int, role: str) -> Iterator[
         ALONE: [[each] for each in ranks],
         "all": [list(ranks)],
     }
+    if cp > 1:
+        members |= {
+            "context": [[rank(p, d + c, t) for c in range(cp)] for p in stages for d in replicas[::cp] for t in shards],
+            "data": [[rank(p, d + c, t) for d in replicas[::cp]] for p in stages for c in range(cp) for t in shards],
+        }
     for part, groups in members.items():
         label = f"{role}.tp" if part == "tp" else part
         yield from ((part, group_name(label, own)) for own in groups)

@@ -39,6 +39,7 @@ from oppo_megatron.layout.placements import (
     role_placements,
     round_placements,
     shares_weights,
+    supervised_placement,
     training_placements,
     trains_apart,
 )
@@ -85,7 +86,7 @@ class RoleModel(activations.Model):
             trainable = self.parameters(placement, stage)
         else:
             trainable = self._adapters(placement) + (self.hidden if self.scalar and stage == placement.pp - 1 else 0)
-        state = training_state(trainable, self.dtype, placement.dp)
+        state = training_state(trainable, self.dtype, placement.copies)
         model, sizes = self.computed(placement, on_cpu=on_cpu), Sizes.of(placement, train.vpp)
         held = activations.training_activations(model, sizes, stage, train, batch)
         gathered = 0 if self.lora else gather_bytes(self.shape, self.dtype, train, placement.tp, batch.tokens)
@@ -106,7 +107,7 @@ def trained_stages(
     # Minibatches are divided by tokens, so a replica may have more (short) rows: all but one per other replica.
     most = minibatch_rows(config) - training.dp + 1
     tokens = training_rows(config, training) * longest
-    batch = TrainingBatch(config.runtime.micro_batch_tokens, tokens, most * config.rollout.max_response_tokens)
+    batch = TrainingBatch(config.runtime.micro_batch_tokens, tokens, most * config.rollout.max_response_tokens).shared(train.cp)
     kernels = training_kernel_bytes(batch.tokens) if on_cpu and model.dtype == "bfloat16" else 0
     tables = table_bytes(model.shape, max_context(config)) * train.vpp
     found = []
@@ -124,7 +125,7 @@ def laid_out(config: TrainConfig, name: str, serving: RolePlacement, training: R
 
 def is_one_model(train: TrainingLayoutConfig) -> bool:
     """True if the same modules serve and train."""
-    return not train.sequence_parallel and train.recompute == "none"
+    return not train.sequence_parallel and train.recompute == "none" and train.cp == 1
 
 
 def sequences_and_slots(config: TrainConfig, name: str, placement: RolePlacement, model: RoleModel) -> tuple[int, int]:
@@ -291,16 +292,15 @@ def _words(sizes: Mapping[str, int]) -> dict[str, str]:
 
 
 def supervised_holdings(config: SupervisedConfig, *, on_cpu: bool) -> list[Holding]:
-    layout = config.parallel
-    placement = RolePlacement(tuple(range(layout.num_ranks)), layout.tp, layout.pp, layout.dp)
+    placement, train = supervised_placement(config), TrainingLayoutConfig(cp=config.parallel.cp)
     model = RoleModel.of(config.model, scalar=config.SCALAR)
     sequences = 2 if config.of_pairs else 1  # a chosen and a rejected completion
     rows, tokens = ceil(config.batch_size / placement.dp), config.runtime.micro_batch_tokens
-    batch = TrainingBatch(tokens, rows * sequences * config.max_tokens)
+    batch = TrainingBatch(tokens, rows * sequences * config.max_tokens).shared(train.cp)
     batches = _words({"rows a batch": config.batch_size, "rows a replica": rows, "micro-batch tokens": tokens})
     held = []
     for coords, rank in _coords_of(placement):
-        memory = model.trained(placement, coords.stage, TrainingLayoutConfig(), batch, on_cpu=on_cpu)
+        memory = model.trained(placement, coords.stage, train, batch, on_cpu=on_cpu)
         tables = table_bytes(model.shape, config.max_tokens)
         memory = replace(memory, weights=model.weights(placement, coords.stage), buffers=tables)
         layers, phases = stage_layers(model.shape, placement.pp, coords.stage), {"update": memory.activations}

@@ -59,7 +59,7 @@ def check_use(name: str, shape: Shape, max_context: int, tokenizer_vocab_size: i
 
 def check_divisions(name: str, shape: Shape, sizes: Sizes, num_ranks: int, limits: Limits) -> list[str]:
     problems = []
-    tp, pp, _, vpp = sizes
+    tp, pp, vpp = sizes.tp, sizes.pp, sizes.vpp
     heads, kv_heads, layers = shape["num_attention_heads"], num_kv_heads(shape), shape["num_hidden_layers"]
     vocab, (ffn_name, ffn) = shape["vocab_size"], _divided_ffn(shape)
     widths = ", ".join(map(str, divisors(limits.width)))

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from oppo_megatron.layout.activations import CAPPED_NUMBERS
+from oppo_megatron.layout.activations import CAPPED_NUMBERS, PIECE
 from oppo_megatron.layout.families import LAYER_TYPES
 from oppo_megatron.layout.kernels import FLASH, usable
 from oppo_megatron.layout.shape import ModelShape
@@ -74,8 +74,8 @@ def binding(window: int | None, reach: int) -> int | None:
     return window if window is not None and window < reach else None
 
 
-def window_size(window: int) -> int:
-    return min(max(window, LEAST_PIECE), MOST_PIECE)
+def window_size(window: int | None) -> int:
+    return PIECE if window is None else min(max(window, LEAST_PIECE), MOST_PIECE)
 
 
 def pieces(new: int, reach: int, window: int | None, size: int) -> Iterator[tuple[slice, slice]]:
@@ -86,8 +86,11 @@ def pieces(new: int, reach: int, window: int | None, size: int) -> Iterator[tupl
         yield slice(first, stop), slice(0 if window is None else max(0, past + first + 1 - window), past + stop)
 
 
-VarlenKernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int | None], Tensor]
-"""(queries [T, N, D], keys, values, ends of sequences from 0 on, longest, scale, window) -> [T, N, D], causal."""
+Ends = tuple[Tensor, int]
+"""Ends of packed sequences from 0 on, and the longest."""
+
+VarlenKernel = Callable[[Tensor, Tensor, Tensor, Ends, Ends, float, int | None], Tensor]
+"""(queries [T, N, D], keys, values, ends of queries, ends of keys, scale, window) -> [T, N, D], causal from the last key on."""
 
 
 def varlen_kernel(q_TND: Tensor, cap: float | None = None) -> VarlenKernel | None:
@@ -102,13 +105,13 @@ def varlen_kernel(q_TND: Tensor, cap: float | None = None) -> VarlenKernel | Non
 
 
 def flash_varlen(
-    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float, window: int | None, **options: float
+    q: Tensor, k: Tensor, v: Tensor, of_q: Ends, of_k: Ends, scale: float, window: int | None, **options: float
 ) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    before = -1 if window is None else window - 1
+    (ends_q, most_q), (ends_k, most_k), before = of_q, of_k, -1 if window is None else window - 1
     return flash_attn_varlen_func(
-        q, k, v, ends, ends, longest, longest, softmax_scale=scale, causal=True, window_size=(before, 0), **options
+        q, k, v, ends_q, ends_k, most_q, most_k, softmax_scale=scale, causal=True, window_size=(before, 0), **options
     )
 
 
@@ -123,9 +126,9 @@ def torch_varlen() -> VarlenKernel | None:
         return None
     grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float, window: int | None) -> Tensor:
-        size = (-1 if window is None else window - 1, 0)
-        found: Any = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scale, window_size=size, **grouped)
+    def attend(q: Tensor, k: Tensor, v: Tensor, of_q: Ends, of_k: Ends, scale: float, window: int | None) -> Tensor:
+        (ends_q, most_q), (ends_k, most_k), size = of_q, of_k, (-1 if window is None else window - 1, 0)
+        found: Any = varlen_attn(q, k, v, ends_q, ends_k, most_q, most_k, scale=scale, window_size=size, **grouped)
         return found
 
     return attend
@@ -145,6 +148,63 @@ class AttentionPlan(Protocol):
         """Rotated, causal attention (`Reading`) -> [T, N * D]."""
 
 
+class CausalSpans:
+    """Attention of the last `new` of `reach` positions of each packed sequence to those before them."""
+
+    def __init__(self, new: Sequence[int], reach: Sequence[int], device: torch.device):
+        self.new, self.reach, self._device = list(new), list(reach), device
+        self._whole_masks: dict[int | None, Tensor] = {}
+        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
+
+    def attend(
+        self, q_TND: Tensor, k_KGD: Tensor, v_KGD: Tensor, scale: float, window: int | None, cap: float | None = None
+    ) -> Tensor:  # fmt: skip
+        """Differentiable -> [T, N, D]."""
+        bound = binding(window, max(self.reach))
+        if (kernel := varlen_kernel(q_TND, cap)) is not None:
+            return kernel(q_TND, k_KGD, v_KGD, *self._ends, scale, bound)
+        outputs = []
+        half = v_KGD.device.type == "cpu" and v_KGD.dtype == torch.bfloat16 and cap is None
+        core = HalfOnCpu.apply if half else partial(torch_attention, cap=cap)
+        for q, k, v in zip(q_TND.split(self.new), k_KGD.split(self.reach), v_KGD.split(self.reach), strict=True):
+            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+            new, reach = q.shape[2], k.shape[2]
+            bound = binding(window, reach)
+            if bound is None and new == reach:
+                out = core(q, k, v, scale, None)
+            else:
+                parts = [
+                    core(q[:, :, queries], k[:, :, keys], v[:, :, keys], scale, self._mask(queries, keys, bound, v))
+                    for queries, keys in pieces(new, reach, bound, window_size(bound))
+                ]
+                out = torch.cat(parts, dim=2)
+            outputs.append(out[0].transpose(0, 1))
+        return torch.cat(outputs)
+
+    @cached_property
+    def _ends(self) -> tuple[Ends, Ends]:
+        of_q, of_k = (
+            (on_device([0, *accumulate(x)], self._device, torch.int32), max(x)) if x else None
+            for x in (self.new, self.reach if self.reach != self.new else [])
+        )
+        assert of_q is not None
+        return of_q, of_k or of_q
+
+    def _mask(self, queries: slice, keys: slice, window: int | None, like: Tensor) -> Tensor:
+        """The last rows and columns of one mask per window, since the last query sees the last key."""
+        key = rows, columns, _ = queries.stop - queries.start, keys.stop - keys.start, window
+        if window not in self._whole_masks:
+            size = window_size(window)
+            most = max(self.reach) if window is None else min(max(self.reach), window + size - 1)
+            whole_QK = self._whole_masks[window] = like.new_full((size, most), -torch.inf).triu_(most - size + 1)
+            if window is not None:
+                whole_QK += torch.full_like(whole_QK, -torch.inf).tril_(most - size - window)
+        if key not in self._masks:
+            view_QK = self._whole_masks[window][-rows:, -columns:]
+            self._masks[key] = view_QK.contiguous() if like.device.type == "cuda" else view_QK  # its kernel asks for alignment
+        return self._masks[key]
+
+
 class PackedPlan:
     """Causal within each packed sequence; differentiable."""
 
@@ -153,10 +213,12 @@ class PackedPlan:
     waits = True
 
     def __init__(self, lengths: Sequence[int], rope: tuple[Tensor, ...]):
-        self.lengths = list(lengths)
-        self._masks: dict[tuple[int, int, int], Tensor] = {}
-        positions_T = on_device(torch.cat([torch.arange(n) for n in self.lengths]), rope[0].device)
-        self.turns_T1D = [table_LD[positions_T].unsqueeze(1) for table_LD in rope]
+        self._rotate_at(torch.cat([torch.arange(n) for n in lengths]), rope)
+        self._spans = CausalSpans(lengths, lengths, rope[0].device)
+
+    def _rotate_at(self, positions_T: Tensor, rope: tuple[Tensor, ...]) -> None:
+        places_T = on_device(positions_T, rope[0].device)
+        self.turns_T1D = [table_LD[places_T].unsqueeze(1) for table_LD in rope]
 
     def attend(
         self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None,
@@ -165,37 +227,12 @@ class PackedPlan:
         turns = self.turns_T1D[2 * table :][:2]
         q_TND, k_TGD = (apply_rope(x, *turns).to(v_TGD.dtype) for x in (q_TND, k_TGD))
         v_TGD = v_TGD.contiguous()  # a view would keep the queries and keys until the backward pass
-        if (kernel := varlen_kernel(q_TND, cap)) is not None:
-            longest = max(self.lengths)
-            return kernel(q_TND, k_TGD, v_TGD, self._ends, longest, scale, binding(window, longest)).flatten(1)
-        outputs = []
-        half = v_TGD.device.type == "cpu" and v_TGD.dtype == torch.bfloat16 and cap is None
-        core = HalfOnCpu.apply if half else partial(torch_attention, cap=cap)
-        for q, k, v in zip(*(x.split(self.lengths) for x in (q_TND, k_TGD, v_TGD)), strict=True):
-            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-            bound = binding(window, q.shape[2])
-            if bound is None:
-                out = core(q, k, v, scale, None)
-            else:
-                parts = [
-                    core(q[:, :, queries], k[:, :, keys], v[:, :, keys], scale, self._mask(queries, keys, bound, v))
-                    for queries, keys in pieces(q.shape[2], q.shape[2], bound, window_size(bound))
-                ]
-                out = torch.cat(parts, dim=2)
-            outputs.append(out[0].transpose(0, 1))
-        return torch.cat(outputs).flatten(1)
+        return self._attend(q_TND, k_TGD, v_TGD, scale, window, cap).flatten(1)
 
-    @cached_property
-    def _ends(self) -> Tensor:
-        return on_device([0, *accumulate(self.lengths)], self.turns_T1D[0].device, torch.int32)
-
-    def _mask(self, queries: slice, keys: slice, window: int, like: Tensor) -> Tensor:
-        key = num_queries, num_keys, _ = queries.stop - queries.start, keys.stop - keys.start, window
-        if key not in self._masks:
-            own = num_keys - num_queries  # the key of the first query
-            later_QK, before_QK = like.new_full((2, num_queries, num_keys), -torch.inf)
-            self._masks[key] = later_QK.triu_(own + 1) + before_QK.tril_(own - window)
-        return self._masks[key]
+    def _attend(
+        self, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None, cap: float | None
+    ) -> Tensor:  # fmt: skip
+        return self._spans.attend(q_TND, k_TGD, v_TGD, scale, window, cap)
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, cap: float | None = None) -> Tensor:

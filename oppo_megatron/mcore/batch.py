@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from oppo_megatron.mcore.context import SequenceShare
 from oppo_megatron.mcore.device import on_device
+from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.schedule.packing import pack_by_tokens
 
 Answered = tuple[Sequence[int], Sequence[int]]
@@ -18,7 +20,8 @@ Answered = tuple[Sequence[int], Sequence[int]]
 class MicroBatch:
     """`index`: in the batch; `rows_R`: packed positions of outputs; `targets_R`: next tokens; `counts`: rows per response.
 
-    `routes`: of each row the experts that drew its target (`mcore.experts.replay`); none: the model chooses.
+    `rows`: `rows_R` on the host.  `routes`: of each row the experts that drew its target (`mcore.experts.replay`); none: the
+    model chooses.  With a `share` of the sequences, `tokens_T`, `rows_R` and `routes` are this rank's.
     """
 
     index: list[int]
@@ -30,15 +33,29 @@ class MicroBatch:
     counts: Sequence[int] = ()
     extra: dict[str, Tensor] = field(default_factory=dict)
     routes: Sequence[str] = ()
+    rows: Sequence[int] = ()
+    share: SequenceShare | None = None
 
     @classmethod
     def dummy(cls, device: torch.device) -> MicroBatch:
         zero = torch.zeros(1, dtype=torch.int64, device=device)
-        return cls([], [1], zero, zero, zero)
+        return cls([], [1], zero, zero, zero, rows=[0])
 
     @property
     def is_dummy(self) -> bool:
         return not self.index
+
+    def shared_by(self, groups: RoleGroups, multiple: int) -> MicroBatch:
+        """Cut to the stretches of this rank, a multiple of `multiple` tokens."""
+        if groups.cp == 1:
+            return self
+        share = SequenceShare(self.lengths, self.rows, groups.context, self.tokens_T.device, multiple)
+        routes = [self.routes[i] for i in share.chosen] if self.routes else ()
+        return replace(self, tokens_T=self.tokens_T[share.own_S], rows_R=share.rows_R, routes=routes, share=share)
+
+    def of_all_rows(self, values_R: Tensor) -> Tensor:
+        """Complete the values of this rank's rows; differentiable."""
+        return values_R if self.share is None else self.share.of_all_rows(values_R)
 
     def padded(self, num_tokens: int, longest: int) -> tuple[list[int], Tensor]:
         """Return lengths and tokens [num_tokens]; padding sequences have at most `longest`."""
@@ -71,7 +88,8 @@ def _whole_responses(index: list[int], answered: Sequence[Answered], device: tor
         targets += response
         lengths.append(len(prompt) + len(response) - 1)
     tokens_T, rows_R, targets_R = (on_device(x, device) for x in (tokens, rows, targets))
-    return MicroBatch(index, lengths, tokens_T, rows_R, targets_R, tokens, [len(response) for _, response in answered])
+    counts = [len(response) for _, response in answered]
+    return MicroBatch(index, lengths, tokens_T, rows_R, targets_R, tokens, counts, rows=rows)
 
 
 def pack_at(
@@ -95,7 +113,7 @@ def whole_sequences(
         start += len(sequence)
     tokens_T = on_device([token for sequence in sequences for token in sequence], device)
     lengths = [len(sequence) for sequence in sequences]
-    return MicroBatch(index, lengths, tokens_T, on_device(rows, device), targets_R=tokens_T.new_empty(0))
+    return MicroBatch(index, lengths, tokens_T, on_device(rows, device), targets_R=tokens_T.new_empty(0), rows=rows)
 
 
 def split_rows(values_T: Tensor, lengths: Sequence[int], batches: Sequence[MicroBatch]) -> list[Tensor]:

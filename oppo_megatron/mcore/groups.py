@@ -14,7 +14,10 @@ from oppo_megatron.layout.placements import model_groups
 
 @dataclass(frozen=True)
 class RoleGroups:
-    """`ranks[(pp_rank * dp + dp_rank) * tp + tp_rank]` is a global rank."""
+    """`ranks[((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank]` is a global rank.
+
+    megatron-core sees `copies` replicas in `collection`; the `cp` ranks of `context` share the sequences of one of `data`.
+    """
 
     collection: ProcessGroupCollection
     all: dist.ProcessGroup
@@ -23,6 +26,13 @@ class RoleGroups:
     tp: int
     pp: int
     dp: int
+    cp: int
+    data: dist.ProcessGroup
+    context: dist.ProcessGroup
+
+    @property
+    def copies(self) -> int:
+        return self.dp * self.cp
 
     @property
     def tp_rank(self) -> int:
@@ -34,6 +44,10 @@ class RoleGroups:
 
     @property
     def dp_rank(self) -> int:
+        return int(self.data.rank())
+
+    @property
+    def copy_rank(self) -> int:
         return int(self.collection.dp.rank())
 
     @property
@@ -41,14 +55,21 @@ class RoleGroups:
         return self.pp_rank == self.pp - 1
 
     @property
+    def speaks(self) -> bool:
+        """True on one rank of each replica that has its outputs."""
+        return self.is_last_stage and self.tp_rank == 0 and self.context.rank() == 0
+
+    @property
     def output_rank(self) -> int:
         """Global rank of the last stage, replica 0, tensor rank 0."""
         return self.ranks[(self.pp - 1) * (len(self.ranks) // self.pp)]
 
 
-def build_groups(ranks: Sequence[int], tp: int, pp: int, role: str, shared: SharedGroups | None = None) -> RoleGroups | None:
-    """Build or share groups (tensor fastest, then data, pipeline); None outside.  Collective, in the same order of roles."""
-    parts, found = list(model_groups(ranks, tp, pp, role)), dict[str, dist.ProcessGroup]()
+def build_groups(
+    ranks: Sequence[int], tp: int, pp: int, role: str, shared: SharedGroups | None = None, cp: int = 1
+) -> RoleGroups | None:
+    """Build or share groups (tensor, context, data, pipeline); None outside.  Collective, in the same order of roles."""
+    parts, found = list(model_groups(ranks, tp, pp, role, cp)), dict[str, dist.ProcessGroup]()
     shared = shared or SharedGroups()
     for part, name in parts:
         group = shared.get(*name)
@@ -64,4 +85,5 @@ def build_groups(ranks: Sequence[int], tp: int, pp: int, role: str, shared: Shar
         tp_dp_cp=own("tp_dp"), inter_dist_opt=None, intra_dist_opt=everyone,
     )  # fmt: skip
     made = tuple(dict.fromkeys(found.values()))
-    return RoleGroups(collection, everyone, made, tuple(ranks), tp, pp, len(ranks) // (tp * pp))
+    data, context = (found["dp"], alone) if cp == 1 else (found["data"], found["context"])
+    return RoleGroups(collection, everyone, made, tuple(ranks), tp, pp, len(ranks) // (tp * pp * cp), cp, data, context)

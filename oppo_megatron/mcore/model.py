@@ -26,6 +26,7 @@ from oppo_megatron.layout.kernels import LayerKind
 from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore import compat
 from oppo_megatron.mcore.attention import AttentionPlan, Reading, binding, rope_tables
+from oppo_megatron.mcore.context import SequenceShare
 from oppo_megatron.mcore.cpu import can_prepack, product, row_multiple
 from oppo_megatron.mcore.experts import Routing, with_experts
 from oppo_megatron.mcore.fused import FusedStage
@@ -153,8 +154,8 @@ class RoleModel(GPTModel):
             return hidden_RH
         return copy_to_tensor_model_parallel_region(hidden_RH, group=self.groups.collection.tp)
 
-    def output_rows(self, hidden_RH: Tensor) -> OutputRows:
-        return OutputRows(hidden_RH, self.output_weight, self.vocab)
+    def output_rows(self, hidden_RH: Tensor, share: SequenceShare | None = None) -> OutputRows:
+        return OutputRows(hidden_RH, self.output_weight, self.vocab, share)
 
     @torch.no_grad()
     def logits(self, hidden_RH: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as McoreOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
@@ -24,6 +25,7 @@ from oppo_megatron.errors import NumericsError
 from oppo_megatron.mcore import compat
 from oppo_megatron.mcore.attention import PackedPlan
 from oppo_megatron.mcore.batch import MicroBatch
+from oppo_megatron.mcore.context import ContextPlan
 from oppo_megatron.mcore.device import memory_for, too_many_tokens
 from oppo_megatron.mcore.experts import replay
 from oppo_megatron.mcore.groups import RoleGroups
@@ -53,6 +55,7 @@ def _run(
     groups, interleaved = first.groups, len(chunks) > 1
     missing = _multiple(max(len(batches), 1), groups.pp if interleaved else 1) - len(batches)
     batches = [*batches, *[MicroBatch.dummy(first.rope[0].device)] * missing]
+    batches = [batch.shared_by(groups, first.token_multiple) for batch in batches]
     sizes = [_multiple(len(b.tokens_T), first.token_multiple) for b in batches]
     if interleaved:  # its messages do not say how long they are
         sizes = [max(sizes)] * len(sizes)
@@ -65,9 +68,9 @@ def _run(
             out = _forward(first, module, batch, size)
 
         def loss(output: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            rows: Any = output if first.head == "scalar" else chunks[-1].output_rows(output)
+            rows: Any = batch.of_all_rows(output) if first.head == "scalar" else chunks[-1].output_rows(output, batch.share)
             if batch.is_dummy:  # every weight has a gradient
-                numbers_R = output if first.head == "scalar" else rows.figures(batch.targets_R).logp_R
+                numbers_R = rows if first.head == "scalar" else rows.figures(batch.targets_R).logp_R
                 share, stats = numbers_R.sum() * 0.0, dict[str, Tensor]()
             else:
                 share, stats = finish(batch, rows)
@@ -96,10 +99,13 @@ def _run(
 
 
 def _forward(model: RoleModel, module: torch.nn.Module, batch: MicroBatch, size: int) -> Tensor:
-    lengths, tokens_T = batch.padded(size, model.max_length)
-    plan = PackedPlan(lengths, model.rope)
+    if batch.share is None:
+        lengths, tokens_T = batch.padded(size, model.max_length)
+        plan = PackedPlan(lengths, model.rope)
+    else:
+        plan, tokens_T = ContextPlan(batch.share, model.rope, size), F.pad(batch.tokens_T, (0, size - batch.share.size))
     if model.shape.experts is not None and any(batch.routes):
-        plan.routing = replay(batch.routes, batch.rows_R, size, model.shape)
+        plan.routing = replay(batch.routes, batch.rows_R[: len(batch.routes)], size, model.shape)
     out: Tensor = module(tokens_T, plan, batch.rows_R)
     return out
 
@@ -136,7 +142,7 @@ class TrainedModel:
         settings, groups = self.model.config, self.model.groups
         assert all(chunk.config is settings for chunk in self.chunks), "megatron reads one configuration for all chunks"
         assert len(self.chunks) == layout.vpp, (len(self.chunks), layout.vpp)
-        self.sharded = sharded = groups.dp > 1  # each replica keeps the optimizer's state of a share of the weights
+        self.sharded = sharded = groups.copies > 1  # each replica keeps the optimizer's state of a share of the weights
         ddp_config = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=sharded, overlap_grad_reduce=sharded
         )
@@ -162,6 +168,7 @@ class TrainedModel:
         assert self.goes_ahead
         self._ahead.clear()
         model, ddp = self.model, self.ddp[0]
+        batch = batch.shared_by(model.groups, model.token_multiple)
         ddp.train()
         try:
             with memory_for(lambda: _largest([batch], "a training micro-batch")):
@@ -217,7 +224,7 @@ def _total(reports: Iterable[Mapping[str, Tensor]], groups: RoleGroups) -> dict[
     own = _added(read_reports(list(reports)))
     if groups.dp == 1 or not groups.is_last_stage:
         return own
-    return _added(gather_figures(own, groups.collection.dp))  # a replica without rows has no names
+    return _added(gather_figures(own, groups.data))  # a replica without rows has no names
 
 
 def read_reports(reports: Sequence[Mapping[str, Tensor]]) -> list[dict[str, float]]:
@@ -241,7 +248,7 @@ def _optimizer(ddp: list[DistributedDataParallel], config: OptimizerConfig, grou
     optimizer_config = McoreOptimizerConfig(
         optimizer="adam", lr=config.rate, min_lr=config.min_lr, weight_decay=config.weight_decay,
         adam_beta1=config.betas[0], adam_beta2=config.betas[1], adam_eps=config.eps, clip_grad=config.clip_grad,
-        bf16=settings.bf16, params_dtype=settings.params_dtype, use_distributed_optimizer=groups.dp > 1,
+        bf16=settings.bf16, params_dtype=settings.params_dtype, use_distributed_optimizer=groups.copies > 1,
     )  # fmt: skip
     with compat.optimizer_world(groups.all):
         optimizer = get_megatron_optimizer(

@@ -7,7 +7,7 @@ the whole vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oppo_megatron.layout.activations import CACHED_NUMBERS, SLICE_NUMBERS, slice_width
+from oppo_megatron.mcore.context import SequenceShare
 from oppo_megatron.mcore.cpu import row_multiple
 
 
@@ -85,16 +86,21 @@ class RowFigures(NamedTuple):
 
 @dataclass(frozen=True)
 class OutputRows:
-    """Hidden states [R, H] and this rank's output weight [V, H].  Logits are made a slice of the vocabulary at a time."""
+    """Hidden states [R, H] and this rank's output weight [V, H].  Logits are made a slice of the vocabulary at a time.
+
+    `share`: of this rank in the sequences, if it has a part of the rows; what is given and returned is of all rows.
+    """
 
     hidden_RH: Tensor
     weight_VH: Tensor
     shards: VocabShards
+    share: SequenceShare | None = None
 
     def figures(self, targets_R: Tensor, temperature: float = 1.0) -> RowFigures:
         """Temperature 0 means 1.  The gradient of hidden states is this rank's part; backward makes all slices but one again."""
-        found = _Figures.apply(*self._filled_up(self.hidden_RH, targets_R), self.weight_VH, self.shards, temperature or 1.0)
-        return RowFigures(*(each_R[: len(targets_R)] for each_R in found))
+        (own_R,) = self._own(targets_R)
+        found = _Figures.apply(*self._filled_up(self.hidden_RH, own_R), self.weight_VH, self.shards, temperature or 1.0)
+        return RowFigures(*(self._of_all(each_R[: len(own_R)]) for each_R in found))
 
     @torch.no_grad()
     def by_rows(self, read: Callable[..., Tensor], *columns_R: Tensor) -> Tensor:
@@ -102,9 +108,15 @@ class OutputRows:
         multiple = row_multiple(self.weight_VH)
         size = max(1, SLICE_NUMBERS // (self.shards.num_tokens * multiple)) * multiple
         weight_VH = self.weight_VH[: self.shards.num_tokens]
-        parts = zip(*(each.split(size) for each in self._filled_up(self.hidden_RH, *columns_R)), strict=True)
+        parts = zip(*(each.split(size) for each in self._filled_up(self.hidden_RH, *self._own(*columns_R))), strict=True)
         found = [read(self.shards.capped(F.linear(hidden_BH, weight_VH)), *columns_B) for hidden_BH, *columns_B in parts]
-        return torch.cat(found)[: len(self.hidden_RH)]
+        return self._of_all(torch.cat(found)[: len(self.hidden_RH)])
+
+    def _own(self, *columns_R: Tensor) -> Sequence[Tensor]:
+        return columns_R if self.share is None else [self.share.own_rows(each_R) for each_R in columns_R]
+
+    def _of_all(self, values_R: Tensor) -> Tensor:
+        return values_R if self.share is None else self.share.of_all_rows(values_R)
 
     def _filled_up(self, *of_rows: Tensor) -> list[Tensor]:
         missing = -len(self.hidden_RH) % row_multiple(self.weight_VH)

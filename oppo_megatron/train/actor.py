@@ -217,7 +217,7 @@ def forward_batch(
     found_T = torch.zeros(int(lengths_B.sum()), *mine.shape[1:], device=device)
     found_T[on_device(tokens_of_rows(lengths_B, rows), device)] = mine
     if groups.dp > 1:
-        dist.all_reduce(found_T, group=groups.collection.dp)  # each is 0 on all replicas but one
+        dist.all_reduce(found_T, group=groups.data)  # each is 0 on all replicas but one
     return found_T
 
 

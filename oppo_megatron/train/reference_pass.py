@@ -213,7 +213,7 @@ def answer_sums(
     batched = pack_responses([answers[i][0] for i in mine], [answers[i][1] for i in mine], budget, device)
     sums = forward_rows(model, batched, finish)
     values = [0.0] * len(answers)
-    if groups.is_last_stage and groups.tp_rank == 0:  # one rank for each replica
+    if groups.speaks:
         for batch, sums_S in zip(batched, sums, strict=True):
             for place, value in zip(batch.index, sums_S.tolist(), strict=True):
                 values[mine[place]] = value

@@ -193,11 +193,12 @@ def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World, p
     """Train and write weights; False if asked to stop.  Raises ConfigError, DataError or CheckpointError for wrong input."""
     layout = config.parallel
     if world.size != layout.num_ranks:
+        context = "" if layout.cp == 1 else f" x parallel.cp {layout.cp}"
         raise ConfigError(
             f"{world.size} ranks were started, but parallel.tp {layout.tp} x parallel.pp {layout.pp} x parallel.dp "
-            f"{layout.dp} needs exactly {layout.num_ranks}; start {layout.num_ranks}, or change the layout"
+            f"{layout.dp}{context} needs exactly {layout.num_ranks}; start {layout.num_ranks}, or change the layout"
         )
-    groups = build_groups(range(world.size), layout.tp, layout.pp, "model")
+    groups = build_groups(range(world.size), layout.tp, layout.pp, "model", cp=layout.cp)
     assert groups is not None, "every rank of the world is one of the model's"
     use_once([None, *groups.made], world.device)  # held-out figures use the world's
     tokenizer = load_tokenizer(config.tokenizer, config.model.checkpoint)

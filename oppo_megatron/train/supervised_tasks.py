@@ -293,7 +293,6 @@ def measure_rows(
     mine = rows[groups.dp_rank :: groups.dp]
     device, finish = next(trained.model.parameters()).device, partial(measure, mine)
     tables = forward_rows(trained.chunks, micro_batches(mine, budget, device), finish)
-    speaks = groups.is_last_stage and groups.tp_rank == 0  # one rank for each replica
-    table = torch.cat(tables).tolist() if speaks and tables else []
+    table = torch.cat(tables).tolist() if groups.speaks and tables else []
     with waiting_for(what, world.activity):
         return sum_over_ranks(moments_of(table, width), world.device)

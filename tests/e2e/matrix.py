@@ -159,7 +159,9 @@ def step_rewards(ours: Outcome, theirs: Outcome) -> None:
 FEATURES: dict[str, Feature] = {
     "plain": Feature(
         {}, lengths_differ,
-        soon=("1 | 1", "PP2 | TP2", "DP2 | DP2", "PP2, woven", "PP2 and reference TP2 | reward | critic")),
+        soon=(
+            "1 | 1", "PP2 | TP2", "DP2 | DP2", "PP2, woven", "PP2 and reference TP2 | reward | critic",
+            "TP2 x DP2, trained with CP2")),
     "overcommitted": Feature(overcommitted(4), carries, soon=("PP2, woven",)),
     "stale caches kept": Feature(
         overcommitted(4) | {"overlap.carry": "keep", "ppo.staleness": "decoupled"},
@@ -233,6 +235,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "DP2 | DP2": on("disaggregated", (1, 1, 2), (1, 1, 2)), "TP2": on("colocated", (2, 1, 1), (2, 1, 1)),
     "PP2, woven": on("colocated", (1, 2, 1), (1, 2, 1), **{"overlap.schedule": "woven", "overlap.weave": [3, "auto"]}),
     "PP2 x DP2, woven": on("colocated", (1, 2, 2), (1, 2, 2), **{"overlap.weave": [2, 64]}),
+    "DP2, trained with CP2 | 1": on("disaggregated", (1, 1, 2), **{"actor.train.cp": 2}),
 }  # fmt: skip
 WIDE: dict[str, dict[str, Any]] = {
     "PP4, scorers PP2 x DP2": on("colocated", (1, 4, 1), (1, 2, 2)), "PP4 | 1": on("disaggregated", (1, 4, 1)),
@@ -241,6 +244,10 @@ WIDE: dict[str, dict[str, Any]] = {
     "1 | PP4": on("disaggregated", scorer=(1, 4, 1)), "PP4 x DP2": on("colocated", (1, 4, 2), (1, 4, 2)),
     "TP2 x PP2 x DP2, scorers TP2 x PP4": on("colocated", (2, 2, 2), (2, 4, 1)),
     "TP2 x PP4, scorers TP2 x PP2 x DP2": on("colocated", (2, 4, 1), (2, 2, 2)),
+    "TP2 x DP2, trained with CP2": on(
+        "colocated", (2, 1, 2), (2, 1, 2), **{"actor.train.cp": 2, "critic.train.cp": 2, "actor.train.sequence_parallel": True}),
+    "1 | 1, trained with PP2 x CP2 apart": on(
+        "disaggregated", **{"actor.train": {"ranks": "2-5", "pp": 2, "cp": 2}}),
     "PP2, unwoven": on("colocated", (1, 2, 1), (1, 2, 1), **{"overlap.schedule": "intra"}),
 }  # fmt: skip
 """For the plain configuration alone."""

@@ -1,5 +1,6 @@
 """Runs of oppo sft, rm (of pairs and of steps) and dpo (by DPO and KTO) on tiny files, and their losses by transformers."""
 
+import ctypes
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ from oppo_megatron.train.supervised import task_of, train_supervised
 from tests.support.configs import run_of
 from tests.support.hf import SIZES, save_tiny, tensors_of
 
+M_MMAP_THRESHOLD = -3
+"""Of malloc.h."""
 COMMANDS = {"prm": "rm", "kto": "dpo"}
 """The commands of kinds that a setting selects."""
 
@@ -34,6 +37,12 @@ def train(kind: str, settings: dict[str, Any], stop_after: int | None = None) ->
     preemption = Preemption() if stop_after is None else StopAfter(stop_after)
     config = run_of(settings, SUPERVISED[COMMANDS.get(kind, kind)])
     train_supervised(config, task_of(config), world, preemption)
+
+
+def train_with_few_holes(kind: str, settings: dict[str, Any]) -> None:
+    """Blocks of 1 MiB or more go back to the system at once, so that the peak is not the allocator's."""
+    assert ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20) == 1
+    train(kind, settings)
 
 
 def fingerprints(models: list[dict[str, Any]]) -> list[str]:

@@ -18,6 +18,7 @@ from oppo_megatron.data.supervised_rows import Pair, Rows, split_rows
 from oppo_megatron.data.tokenizer import load_tokenizer
 from oppo_megatron.errors import CapacityError, CheckpointError, ConfigError, DataError
 from oppo_megatron.rundir.checkpoints import CheckpointStore
+from oppo_megatron.train.memory_meter import FIXED_MEBIBYTES
 from oppo_megatron.train.supervised_tasks import RewardModelling
 from tests.e2e import supervised
 from tests.e2e.supervised import Settings, hf_model, metrics, reference_loss, run, settings, token_rows, whole_loss
@@ -241,3 +242,28 @@ def test_a_run_ends_early_and_is_the_same_when_it_is_interrupted(inputs: Path, t
         assert again[key] == told[key]
     run("sft", {**parts, "early_stop": None, "checkpoint": {"resume": True}})
     assert summary(tmp_path / "parts")["stopped_early"] is None and len(metrics(tmp_path / "parts")) == 24
+
+
+@pytest.mark.long
+def test_ranks_that_share_a_long_sequence_take_what_is_planned(inputs: Path, tmp_path: Path) -> None:
+    """MiB of the fullest rank for 32,768 tokens, by the number of ranks."""
+    longest, text, taken = 2**15, "1+2=3, ", list[float]()
+    tokenizer = load_tokenizer(TokenizerConfig(path=inputs / "tokenizer.model"))
+    count = (longest - 64) * 1000 // len(tokenizer.encode(text * 1000))
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "Q", "completion": text * count}) + "\n")
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 1, "intermediate_size": 512}
+    model = {"init": {**supervised.SHAPE, **sizes, "num_hidden_layers": 2, "max_position_embeddings": longest}}
+    common: Settings = {
+        "data": {"path": tmp_path / "long.jsonl"}, "model": model, "batch_size": 1, "max_tokens": longest,
+        "runtime": {"device": "cpu", "micro_batch_tokens": longest},
+    }  # fmt: skip
+    for cp in (4, 2, 1):  # processes are used again, and remember the most that they held
+        chosen = settings(inputs, "sft", tmp_path / str(cp), parallel={"cp": cp}, **common)
+        run_ranks(cp, "tests.e2e.supervised:train_with_few_holes", kind="sft", settings=chosen)
+        told = summary(tmp_path / str(cp))
+        assert metrics(tmp_path / str(cp))[0]["tokens"] > 0.98 * longest
+        own = [peak - base for peak, base in zip(told["memory_peak_mb"], told["memory_base_mb"], strict=True)]
+        planned = zip(own, told["memory_planned_mb"], strict=True)
+        assert all(0.7 * plan < size < 1.1 * plan + FIXED_MEBIBYTES for size, plan in planned), (own, told["memory_planned_mb"])
+        taken.append(max(own))
+    assert taken[0] < 0.75 * taken[1] < 0.75 * 0.75 * taken[2]

@@ -45,9 +45,11 @@ KINDS: dict[str, tuple[str, Settings]] = {
     "dpo, adapters": ("dpo", {"lora": LORA}),
 }  # fmt: skip
 """Commands and changes of the model, which has fresh heads and adapters that must be the same in every layout."""
-LAYOUTS = {"TP2": (2, 1, 1), "PP2": (1, 2, 1), "DP2": (1, 1, 2), "PP2 x DP2": (1, 2, 2)}
+LAYOUTS = {
+    "TP2": (2, 1, 1, 1), "PP2": (1, 2, 1, 1), "DP2": (1, 1, 2, 1), "PP2 x DP2": (1, 2, 2, 1), "CP2": (1, 1, 1, 2),
+}  # fmt: skip
 SOON = {
-    ("sft", "PP2 x DP2"), ("rm", "PP2"), ("dpo", "TP2"), ("kto", "DP2"), ("sft, adapters", "TP2"),
+    ("sft", "PP2 x DP2"), ("rm", "PP2"), ("dpo", "CP2"), ("kto", "DP2"), ("sft, adapters", "TP2"),
 }  # fmt: skip
 LOSSES = {"loss", "margin", "heldout"}
 
@@ -101,10 +103,10 @@ def test_a_layout_trains_as_one_rank_and_goes_on_after_a_stop(
     inputs: Path, tmp_path: Path, alone: Callable[[str], Path], kind: str, layout: str
 ) -> None:
     def train(name: str, layout: str = layout, stop_after: int | None = None, **changes: Any) -> Path:
-        tp, pp, dp = LAYOUTS[layout]
-        own = chosen(inputs, kind, tmp_path / name, parallel={"tp": tp, "pp": pp, "dp": dp}, **changes)
+        parallel = dict(zip(("tp", "pp", "dp", "cp"), LAYOUTS[layout], strict=True))
+        own = chosen(inputs, kind, tmp_path / name, parallel=parallel, **changes)
         job = "tests.e2e.supervised:train"
-        run_ranks(tp * pp * dp, job, kind=KINDS[kind][0], settings=own, stop_after=stop_after)
+        run_ranks(prod(LAYOUTS[layout]), job, kind=KINDS[kind][0], settings=own, stop_after=stop_after)
         return tmp_path / name
 
     whole = train("whole")

@@ -93,7 +93,7 @@ def train(
     directories: dict[str, str], target: str, tp: int, pp: int, config: OptimizerConfig, data: list[Minibatch],
     probes: list[list[int]], layout: TrainingLayoutConfig, bucket_size: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    groups = world_groups(tp, pp)
+    groups = world_groups(tp, pp, layout.cp)
     buckets = partial(training.DistributedDataParallelConfig, bucket_size=bucket_size)
     with mock.patch.object(training, "DistributedDataParallelConfig", buckets):
         return {
@@ -110,7 +110,7 @@ def _train_one(
     chunks = load_chunks(directory, groups, head, layout)
     params = [param for chunk in chunks for param in chunk.parameters()]
     trained = TrainedModel(chunks, config, len(data), layout)
-    sharded = groups.dp > 1
+    sharded = groups.copies > 1
     small = (trained.ddp[0].ddp_config.bucket_size or 10**9) < 10**4
     assert not small or len(trained.ddp[0].bucket_groups) > 3, "gradients are reduced in several buckets"
     optimized = {id(p) for group in trained.optimizer.param_groups for p in group["params"]}
@@ -159,7 +159,11 @@ def cached_outputs(model: RoleModel, probes: Sequence[list[int]]) -> Tensor | No
 
 def full_outputs(chunks: Sequence[RoleModel], probes: Sequence[list[int]]) -> Tensor | None:
     batches = micro_batches([Whole(probe, list(range(len(probe)))) for probe in probes], size=1)
-    outputs = forward_rows(chunks, batches, lambda _, out: whole_logits(out) if chunks[0].head == "lm" else out)
+
+    def finish(batch: MicroBatch, out: Any) -> Tensor:
+        return whole_logits(out, len(batch.rows)) if chunks[0].head == "lm" else out
+
+    outputs = forward_rows(chunks, batches, finish)
     return torch.cat(outputs) if outputs else None
 
 
@@ -168,8 +172,8 @@ def updates(
     layout: TrainingLayoutConfig | None = None,
 ) -> tuple[list[dict[str, float]], tuple[int, int]]:  # fmt: skip
     """Reports of `run_update`, and forward passes; `begin`: begin it before, with the `same` batch or with the `others`."""
-    groups = world_groups(tp, pp)
     layout = layout or TrainingLayoutConfig()
+    groups = world_groups(tp, pp, layout.cp)
     (model,) = chunks = load_chunks(directory, groups, "lm", layout)
     dice = torch.Generator().manual_seed(4)
 

@@ -44,13 +44,14 @@ def gather_logits(logits_RV: Tensor, vocab: VocabShards) -> Tensor:
     return torch.cat(list(vocab.gather(vocab.filled_up(logits_RV))), dim=-1)[:, : vocab.vocab_size]
 
 
-def whole_logits(output: OutputRows) -> Tensor:
-    """Logits [R, V / tp] of an output, all at once."""
-    return output.by_rows(lambda logits_BV, _: logits_BV, torch.zeros(len(output.hidden_RH), dtype=torch.int64))
+def whole_logits(output: OutputRows, num_rows: int | None = None) -> Tensor:
+    """Logits [R, V / tp] of an output, all at once; `num_rows`: of all ranks that share sequences."""
+    targets_R = torch.zeros(len(output.hidden_RH) if num_rows is None else num_rows, dtype=torch.int64)
+    return output.by_rows(lambda logits_BV, _: logits_BV, targets_R)
 
 
-def world_groups(tp: int, pp: int) -> RoleGroups:
-    groups = build_groups(range(dist.get_world_size()), tp, pp, "model")
+def world_groups(tp: int, pp: int, cp: int = 1) -> RoleGroups:
+    groups = build_groups(range(dist.get_world_size()), tp, pp, "model", cp=cp)
     assert groups is not None
     return groups
 
@@ -78,7 +79,8 @@ def micro_batches(sequences: Sequence[Whole], size: int = 8) -> list[MicroBatch]
         rows = [sum(lengths[:k]) + position for k, s in enumerate(part) for position in s.positions]
         tokens_T = torch.tensor([t for s in part for t in s.tokens])
         targets_R = torch.zeros(len(rows), dtype=torch.int64)
-        batches.append(MicroBatch(list(range(start, start + len(part))), lengths, tokens_T, torch.tensor(rows), targets_R))
+        index = list(range(start, start + len(part)))
+        batches.append(MicroBatch(index, lengths, tokens_T, torch.tensor(rows), targets_R, rows=rows))
     return batches
 
 

@@ -57,9 +57,13 @@ CASES = [
     Case(1, 1, 1), Case(1, 4, 1), Case(1, 1, 4), Case(2, 1, 1, SEQUENCE), Case(2, 2, 1, SEQUENCE | FULL),
     Case(2, 1, 2, SEQUENCE | SELECTIVE), Case(1, 2, 2, FULL),
 ]  # fmt: skip
+CONTEXT = [
+    Case(1, 1, 1, {"cp": 2}), Case(2, 1, 1, {"cp": 2} | SEQUENCE | SELECTIVE),
+    Case(1, 2, 1, {"cp": 2} | FULL), Case(1, 1, 2, {"cp": 2}), Case(2, 2, 1, {"cp": 2}), Case(1, 1, 1, {"cp": 3}),
+]  # fmt: skip
 DEEP = [
     Case(1, 2, 1, {"vpp": 2}), Case(1, 4, 1, {"vpp": 2}), Case(1, 2, 2, {"vpp": 2}),
-    Case(2, 2, 1, {"vpp": 2} | SEQUENCE | SELECTIVE),
+    Case(2, 2, 1, {"vpp": 2} | SEQUENCE | SELECTIVE), Case(1, 2, 1, {"vpp": 2, "cp": 2}),
 ]  # fmt: skip
 
 
@@ -162,13 +166,17 @@ def run_case(
     chosen: dict[str, str], case: Case, target: Path, config: OptimizerConfig = SETTINGS, bucket_size: int | None = None
 ) -> list[dict[str, Any]]:
     tp, pp, dp, options = case
+    layout = TrainingLayoutConfig(**options)
     return run_ranks(
-        tp * pp * dp, "tests.gloo.jobs_training:train", directories=chosen, target=str(target), tp=tp, pp=pp, config=config,
-        data=DATA, probes=PROBES, layout=TrainingLayoutConfig(**options), bucket_size=bucket_size,
+        tp * pp * dp * layout.cp, "tests.gloo.jobs_training:train", directories=chosen, target=str(target), tp=tp, pp=pp,
+        config=config, data=DATA, probes=PROBES, layout=layout, bucket_size=bucket_size,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+LATER = [pytest.param(case, marks=pytest.mark.long) for case in CONTEXT[2:]]
+
+
+@pytest.mark.parametrize("case", [*CASES, *CONTEXT[:2], *LATER], ids=case_id)
 def test_steps_equal_plain_torch(models: dict[str, str], case: Case, tmp_path: Path) -> None:
     names = (*NAMES, "mistral") if case.tp == case.pp else NAMES
     bucket_size = 3000 if case == Case(1, 1, 4) else None
@@ -176,11 +184,11 @@ def test_steps_equal_plain_torch(models: dict[str, str], case: Case, tmp_path: P
     for name in names:
         expected = reference(models[name], SETTINGS.clip_grad)
         assert max(expected["norms"]) > SETTINGS.clip_grad, "clipping is put to the test"
-        check(answers, name, expected, tmp_path, case.tp * case.dp)
+        check(answers, name, expected, tmp_path, case.tp * case.dp * case.options.get("cp", 1))
 
 
 EXPERTS = [Case(2, 2, 1, SEQUENCE | FULL), Case(2, 1, 2)]
-MORE = [Case(1, 1, 1), Case(1, 1, 4), Case(2, 1, 1), Case(2, 1, 2, SEQUENCE)]
+MORE = [Case(1, 1, 1), Case(1, 1, 4), Case(2, 1, 1), Case(2, 1, 2, SEQUENCE), Case(2, 1, 1, {"cp": 2} | SEQUENCE)]
 
 
 NAMES_OF = {
@@ -197,7 +205,14 @@ def test_steps_of_other_layers_equal_plain_torch(models: dict[str, str], kind: s
     names = NAMES_OF[kind]
     answers = run_case({name: models[name] for name in names}, case, tmp_path)
     for name in names:
-        check(answers, name, reference(models[name], SETTINGS.clip_grad), tmp_path, case.tp * case.dp, rel=3e-5)
+        check(
+            answers,
+            name,
+            reference(models[name], SETTINGS.clip_grad),
+            tmp_path,
+            case.tp * case.dp * case.options.get("cp", 1),
+            rel=3e-5,
+        )
 
 
 @pytest.mark.parametrize(
@@ -215,14 +230,25 @@ def test_rows_that_belong_to_no_token_change_nothing(tmp_path: Path, case: Case)
         assert all(answer[name]["filled up"] == 0 for answer in answers)
 
 
-@pytest.mark.parametrize("case", [DEEP[0], pytest.param(DEEP[1], marks=pytest.mark.long), *DEEP[2:]], ids=case_id)
+@pytest.mark.parametrize(
+    "case",
+    [DEEP[0], pytest.param(DEEP[1], marks=pytest.mark.long), *DEEP[2:4], pytest.param(DEEP[4], marks=pytest.mark.long)],
+    ids=case_id,
+)
 def test_interleaved_steps_equal_plain_torch(deep_models: dict[str, str], case: Case, tmp_path: Path) -> None:
     """Micro-batches of different lengths, and of a number that is no multiple of the stages."""
     assert all(len({len(micro.tokens_T) for micro in batch.pack()}) > 1 for batch in DATA if len(batch.prompts) > 1)
     assert any(len(batch.pack()) % case.pp for batch in DATA)
     answers = run_case(deep_models, case, tmp_path)
     for name, directory in deep_models.items():
-        check(answers, name, reference(directory, SETTINGS.clip_grad), tmp_path, case.tp * case.dp, rel=3e-5)
+        check(
+            answers,
+            name,
+            reference(directory, SETTINGS.clip_grad),
+            tmp_path,
+            case.tp * case.dp * case.options.get("cp", 1),
+            rel=3e-5,
+        )
 
 
 def test_without_clipping_the_norm_is_still_reported(models: dict[str, str], tmp_path: Path) -> None:
@@ -261,8 +287,8 @@ def test_an_update_is_the_same_on_any_number_of_replicas(models: dict[str, str],
 
 @pytest.mark.parametrize(("world", "tp", "pp", "layout"), [
     (1, 1, 1, {}), (2, 2, 1, SEQUENCE), (2, 1, 1, {}), pytest.param(4, 1, 1, {}, marks=pytest.mark.long),
-    (1, 1, 1, FULL), (2, 1, 2, {}),
-], ids=["1", "TP2", "DP2", "DP4", "recompute", "PP2"])  # fmt: skip
+    (1, 1, 1, FULL), (2, 1, 2, {}), pytest.param(2, 1, 1, {"cp": 2}, marks=pytest.mark.long),
+], ids=["1", "TP2", "DP2", "DP4", "recompute", "PP2", "CP2"])  # fmt: skip
 def test_an_update_that_was_begun_ahead_is_the_same_to_the_bit(
     models: dict[str, str], tmp_path: Path, world: int, tp: int, pp: int, layout: dict[str, Any]
 ) -> None:

@@ -56,6 +56,8 @@ CASES = {
     "disaggregated": Case(2, {"placement": {"mode": "disaggregated"}, "overlap.carry": "keep", "ppo.staleness": "decoupled"}),
     "colocated tp 2": on_two({"tp": 2}), "colocated pp 2": on_two({"pp": 2}),
     "dp 2, updated as tp 2": on_two({"dp": 2}, **{"actor.train": {"tp": 2, "sequence_parallel": True, "recompute": "full"}}),
+    "dp 2, updated as cp 2": on_two(
+        {"dp": 2}, **{"actor.train": {"cp": 2, "recompute": "selective"}, "critic.train": {"tp": 2, "dp": 1}}),
     "updated as pp 2": on_two({"tp": 2}, **{"actor.train": {"tp": 1, "pp": 2}}),
     "updated as pp 2, interleaved": on_two({"pp": 2}, actor={"init": SHAPE | {"num_hidden_layers": 4}, "train": {"vpp": 2}}),
     "trained on another rank": Case(3,
@@ -72,5 +74,6 @@ CASES = {
     "remax": Case(2, WITHOUT_CRITIC | {"algorithm": {"preset": "remax"}, "placement": {"mode": "disaggregated"}}),
     "pairs": Case(1, PAIRS), "pairs, dp 2": on_two({"dp": 2}, **PAIRS),
     "dpo": Case(1, {"dpo": {"loss": "sigmoid", "nll": 0.1}}, "dpo"), "sft, tp 2": Case(2, {"parallel": {"tp": 2}}, "sft"),
+    "dpo, cp 2": Case(2, {"parallel": {"cp": 2}}, "dpo"),
     "kto, tp 2": Case(2, {"dpo": {"loss": "kto"}, "parallel": {"tp": 2}}, "dpo"),
 }  # fmt: skip

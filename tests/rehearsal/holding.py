@@ -145,7 +145,7 @@ class Measurement:
         return counted
 
     def _groups(self, placement: RolePlacement) -> RoleGroups:
-        groups = build_groups(placement.ranks, placement.tp, placement.pp, self.name, self.groups)
+        groups = build_groups(placement.ranks, placement.tp, placement.pp, self.name, self.groups, placement.cp)
         assert groups is not None
         return groups
 
@@ -299,5 +299,5 @@ class Reader(ScoringWorker):
 def _allocated(chunks: Sequence[RoleModel], serving: RoleModel, across: None) -> None:
     """Begins as `Reallocation` does, but without a plan of moves: other ranks would have a part in it."""
     ours, theirs = serving.groups, chunks[0].groups
-    if len(chunks) == 1 and (ours.tp, ours.pp, ours.dp) == (theirs.tp, theirs.pp, theirs.dp):
+    if len(chunks) == 1 and (ours.tp, ours.pp, ours.copies) == (theirs.tp, theirs.pp, theirs.copies):
         share_parameters(chunks[0], serving)

@@ -101,6 +101,7 @@ QUICK = {
     "1B critic, one key head": Layout("1B, one key head", role="critic", layers=2, rows=3, train={"recompute": "full"}),
     "30B, experts": Layout("30B, experts", layers=2, rows=4, tokens=4096),
     "2B, soft caps": Layout("2B, soft caps", layers=2, rows=2),
+    "1.5B, cp 2": Layout("1.5B", dp=2, layers=4, rows=2, response=4094, tokens=8192, train={"cp": 2}),
     "8B, long prompts, one adapter": Layout(
         "8B", 8, layers=2, rows=8, prompt=976, response=48, lora=LORA | {"targets": ["down_proj"]}, train=PARALLEL
     ),
@@ -114,6 +115,12 @@ LAYOUTS = {
     "8B, tp 8, recomputed": Layout("8B", 8, rows=4, train=FULL, layers=8), "8B, pp 4, first": Layout("8B", 1, 4, 2, rows=10),
     "8B, pp 2, interleaved": Layout("8B", 2, 2, rows=8, train={"vpp": 2}, layers=8),
     "8B, adapters of queries and values": Layout("8B", 2, 4, stage=-1, lora={"rank": 8, "targets": ["q_proj", "v_proj"]}),
+    "8B, cp 4 of long sequences": Layout(
+        "8B", 2, dp=4, layers=4, rows=1, response=8190, tokens=8192, carried=0,
+        train={"cp": 4, "recompute": "selective"} | PARALLEL),
+    "8B, cp 2 in 2 stages": Layout("8B", 2, 2, 2, layers=8, rows=4, train={"cp": 2} | FULL),
+    "8B critic, cp 8": Layout(
+        "8B", dp=8, role="critic", layers=2, rows=1, response=8190, tokens=8192, carried=0, train={"cp": 8}),
     "8B critic": Layout("8B", 2, role="critic", rows=2, train={"recompute": "full"}, layers=8),
     "8B reward, paged": Layout("8B", 2, role="reward", kv="paged", rows=64, layers=8),
     "8B, trained as tp 8": Layout("8B", 2, dp=4, rows=2, train={"tp": 8, "pp": 1, "dp": 1} | PARALLEL, layers=8),

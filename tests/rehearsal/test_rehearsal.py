@@ -31,6 +31,7 @@ LONG = (
     "updated as pp 2, interleaved",
     "remax",
     "kto, tp 2",
+    "dpo, cp 2",
 )
 """Beside others much like them these are rehearsed in `make gpu-rehearsal` and `make test-long` alone."""
 REHEARSED = [pytest.param(case, marks=pytest.mark.long) if case in LONG else case for case in CASES]

@@ -79,6 +79,20 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"placement.actor": {"tp": 10**9}}, "= 1000000000 ranks, but at most 65536 are allowed"),
     ({**EIGHT, "actor.train": {"tp": 1, "pp": 8, "dp": 1, "vpp": 2}}, "actor.train: 8 layers do not divide by pp 8 x vpp 2"),
     ({**COLOCATED, "actor.train.vpp": 2}, "actor.train.vpp is 2, but 1F1B interleaves the virtual stages of at least 2"),
+    (
+        {**EIGHT, "actor.train.cp": 3},
+        "actor.train is tp 2 x pp 2 x dp 1 x cp 3 = 12 ranks (null sizes are taken from the role), but the role has 8, which "
+        "equal replicas of 12 do not fill; make tp x pp x dp x cp equal to that, or give the role other ranks; nearest that",
+    ),
+    (
+        {"placement.scorer": {"dp": 2}, "critic.train": {"dp": 2, "cp": 2}},
+        "critic.train is tp 1 x pp 1 x dp 2 x cp 2 = 4 ranks (null sizes are taken from the role), but the role has 2; make",
+    ),
+    (
+        {"placement.actor": {"dp": 8}, "actor.train.cp": 8, "data.max_prompt_tokens": 7, "rollout.max_response_tokens": 8},
+        "actor.train.cp is 8, but sequences have at most 15 tokens, and each of its ranks reads two stretches of each; lower it "
+        "to 7 or less",
+    ),
     ({"critic.train.sequence_parallel": True}, "critic.train.sequence_parallel is true, but it shards over tensor ranks"),
     (
         {"placement.actor": {"dp": 8}, "ppo.minibatches": 2},
@@ -114,6 +128,7 @@ UNUSUAL: list[dict[str, Any]] = [
     {**EIGHT, "placement.scorer": {"pp": 4, "dp": 2}, "overlap.schedule": "woven"},
     {**EIGHT, "actor.parallel": {"tp": 4, "dp": 2}, "actor.train": {"tp": 2, "dp": 1, "pp": 4, "vpp": 2}},
     {**EIGHT, "critic.train": {"vpp": 4, "sequence_parallel": True, "recompute": "full"}},
+    {**EIGHT, "actor.train.cp": 2, "critic.train": {"tp": 1, "pp": 1, "cp": 4}},
     {"overlap.schedule": "woven", "overlap.intra": False}, {"placement.actor": {"dp": 12}, "actor.train": {"dp": 3, "pp": 4}},
     {"runtime.kv_cache_mb": 0.25, "overlap.weave": ["auto", 128]},
     {"runtime.kv_cache_mb": 0.25, "overlap.weave": ["auto", 10**6], "runtime.micro_batch_tokens": 128},  # which bounds them
@@ -189,31 +204,35 @@ def test_all_problems_come_at_once_absurd_numbers_too_and_a_model_that_cannot_be
     assert "nearest" not in problem
 
 
-@given(*[st.integers(1, 4)] * 3, st.integers(1, 3), st.integers(1, 8), st.booleans())
+@given(*[st.integers(1, 4)] * 3, st.integers(1, 3), st.integers(1, 2), st.integers(1, 8), st.booleans())
 @settings(max_examples=200)
-def test_a_layout_passes_if_and_only_if_all_divides(tp: int, pp: int, dp: int, vpp: int, num_ranks: int, sharded: bool) -> None:
+def test_a_layout_passes_if_and_only_if_all_divides(
+    tp: int, pp: int, dp: int, vpp: int, cp: int, num_ranks: int, sharded: bool
+) -> None:
     """The critic on `num_ranks` ranks of its own, trained in a layout drawn at random; then the suggestions in turn."""
     shape = {"num_hidden_layers": 6, "num_attention_heads": 12, "num_key_value_heads": 6, "intermediate_size": 90}
 
-    def problems(tp: int, pp: int, dp: int, vpp: int) -> list[str]:
-        train = {"tp": tp, "pp": pp, "dp": dp, "vpp": vpp, "sequence_parallel": sharded}
+    def problems(tp: int, pp: int, dp: int, cp: int, vpp: int) -> list[str]:
+        train = {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "vpp": vpp, "sequence_parallel": sharded}
         own = {"critic.ranks": f"2-{num_ranks + 1}" if num_ranks > 1 else "2", "critic.parallel": {"dp": num_ranks}}
         return problems_of({**own, "critic.train": train, "ppo.minibatches": 4}, **shape)
 
     rules = [
-        tp * pp * dp == num_ranks,
+        tp * pp * dp * cp == num_ranks,
         all(count % tp == 0 for count in (12, 6, 90, 96)),
         6 % pp == 0 and 6 % (pp * vpp) == 0,
         vpp == 1 or pp > 1,
         dp <= 2,  # 8 rollouts in 4 minibatches
         tp > 1 or not sharded,
     ]
-    found = problems(tp, pp, dp, vpp)
+    found = problems(tp, pp, dp, cp, vpp)
     assert bool(found) == (not all(rules))
     for problem in found:
-        for text in re.findall(r"tp \d+ x pp \d+ x dp \d+(?: with vpp \d+)?", problem.partition("nearest that fit")[2]):
-            sizes = [int(number) for number in re.findall(r"\d+", text)]
-            assert problems(*sizes, *([1] if len(sizes) == 3 else [])) == [], text
+        shown = re.findall(
+            r"tp (\d+) x pp (\d+) x dp (\d+)(?: x cp (\d+))?(?: with vpp (\d+))?", problem.partition("nearest ")[2]
+        )
+        for sizes in shown:
+            assert problems(*(int(size or 1) for size in sizes)) == [], sizes
 
 
 def test_supervised_layouts() -> None:
@@ -226,6 +245,9 @@ def test_supervised_layouts() -> None:
     assert problem.startswith("parallel.dp is 5, but a batch has 4 rows (batch_size)")
     assert problem.endswith("no layout fits 5 ranks, the nearest numbers that one fits are 4, 6, 3")
     assert "8 layers do not divide by pp 3" in problems(pp=3)[0]
+    assert problems(tp=2, cp=512) == []
+    (problem,) = problems(cp=600)
+    assert problem.startswith("parallel.cp is 600, but sequences have at most 1024 tokens") and problem.endswith("to 512 or less")
     assert "at most 65536 are allowed" in problems(tp=10**6)[0]
 
 
@@ -253,7 +275,7 @@ def test_all_that_fit_are_found_and_nothing_else(num_ranks: int, limits: Limits,
     assert all(limits.admits(sizes) for sizes in found)
 
 
-@given(st.builds(Sizes, *[st.integers(1, 8)] * 4), st.integers(1, 24), LIMITS)
+@given(st.builds(Sizes, *[st.integers(1, 8)] * 4, cp=st.integers(1, 2)), st.integers(1, 24), LIMITS)
 def test_nearest_first(asked: Sizes, num_ranks: int, limits: Limits) -> None:
     found = nearest_layouts(asked, num_ranks, limits, lambda sizes: True)
     distances = [sum(abs(math.log(a / b)) for a, b in zip(sizes, asked, strict=True)) for sizes in found]

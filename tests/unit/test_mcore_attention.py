@@ -20,7 +20,7 @@ from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
 from oppo_megatron.layout.memory import WHOLE_MULTIPLE
 from oppo_megatron.mcore import attention, roles
-from oppo_megatron.mcore.attention import LEAST_PIECE, PackedPlan, binding
+from oppo_megatron.mcore.attention import LEAST_PIECE, CausalSpans, PackedPlan, binding
 from oppo_megatron.mcore.batch import MicroBatch, join_rows, pack_responses, split_rows
 from oppo_megatron.mcore.cpu import HalfOnCpu, can_prepack
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
@@ -161,6 +161,26 @@ def test_whole_sequences_and_their_gradients(window: int, dtype: torch.dtype) ->
     torch.testing.assert_close(found.float(), expected, **tolerance)
     for ours, theirs in zip(given, exact, strict=True):
         torch.testing.assert_close(ours.grad.float(), theirs.grad, **tolerance)
+
+
+@pytest.mark.parametrize("window", [None, 9, 100])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_last_positions_of_each_sequence_and_their_gradients(window: int | None, dtype: torch.dtype) -> None:
+    given, reach, new = inputs(sum(LENGTHS), dtype), [LENGTHS[0], 1, 30, 5], [LENGTHS[0] - 10, 1, 7, 2]
+    ours, theirs = ([x.detach().to(kind).requires_grad_() for x in given] for kind in (dtype, torch.float32))
+    starts = [sum(LENGTHS[:s]) for s in range(len(LENGTHS))]
+    keys = [start + i for start, most in zip(starts, reach, strict=True) for i in range(most)]
+    queries = [start + i for start, most, last in zip(starts, reach, new, strict=True) for i in range(most - last, most)]
+    spans = CausalSpans(new, reach, CPU)
+    found = spans.attend(ours[0][queries], ours[1][keys], ours[2][keys], SCALE, window).flatten(1)
+    expected = plain(*theirs, window or max(LENGTHS))[queries]
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(3))
+    (found.float() * weights).sum().backward()
+    (expected * weights).sum().backward()
+    tolerance: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.04, "rtol": 0.03}
+    torch.testing.assert_close(found.float(), expected, **tolerance)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.grad.float(), other.grad, **tolerance)
 
 
 def by_ends(

@@ -89,6 +89,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "critic": {"ranks": "0-3", "parallel": {"tp": 4}},
         "reward": {"ranks": "8-9", "parallel": {"dp": 2}},
     },
+    "shared sequences": {
+        "placement": {"mode": "colocated", "actor": {"tp": 2, "dp": 4}},
+        "actor": {"train": {"cp": 2}},
+        "critic": {"train": {"tp": 1, "pp": 2, "cp": 4}},
+    },
 }
 
 

@@ -20,6 +20,7 @@ from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.weaving.costs import read_costs
 from oppo_megatron.sim.clusters.cluster import GPUS, H100_LAWS, INSIDE, Between, Cluster, Efficiencies, Line, published, threaded
 from oppo_megatron.sim.clusters.reading import read_cluster
+from oppo_megatron.sim.laws import Group, scatter_s
 from oppo_megatron.sim.pricing.model import Decoding, LaidModel, Tokens, Turns, decode_costs, decode_s, line_through
 from oppo_megatron.sim.pricing.prices import Batch, Update, Weights, inference_s, reallocation_s, update_s
 
@@ -186,6 +187,17 @@ def test_training_costs_what_its_passes_do() -> None:
     assert with_stages - interleaved == pytest.approx((sum(stages) - max(stages)) / 2)
     update = Update(batch, 1, none)
     assert update_s(laid(8, 1, 1), update) < update_s(laid(8, 1, 4), update), "gradients between nodes take time"
+
+
+def test_ranks_that_share_sequences_compute_a_half_each_and_gather_keys_and_values() -> None:
+    batch, model = Batch(8 * 8192.0, 8192.0, 8192), replace(laid(1, 1, 1), placement=RolePlacement((0, 1), cp=2))
+    tokens = batch.micro_batch(outputs=True)
+    half = Tokens(tokens.new / 2, tokens.pairs / 2, 0.0, tokens.rows / 2)
+    gather = 32 * scatter_s(CLUSTER, Group(2, 1, 4), 2 * 2 * 1024 * 8192.0)  # layers; bytes, keys and values, width
+    plain, again = (update_s(model, Update(batch, 1, TrainingLayoutConfig(recompute=how))) for how in ("none", "selective"))
+    assert again - plain == pytest.approx(8 * (model.attention_s(half) + gather))
+    alone = update_s(laid(1, 1, 1), Update(batch, 1, TrainingLayoutConfig()))
+    assert 8 * (3 * model.forward_s(0, half) + 2 * gather) < plain < 0.6 * alone
 
 
 def test_decode_steps_sum_over_the_lengths_and_sequences_without_a_slot_wait_for_the_next_round() -> None:

@@ -63,6 +63,14 @@ def seconds(cluster: Cluster, of: TrainConfig | None = None, lengths: list[int] 
     return find_plans(Task(of or config(), cluster, lengths), 1)[0][0].step_ns
 
 
+def test_a_given_context_parallel_size_is_kept_if_it_divides_the_ranks() -> None:
+    asked = config(actor={"init": SMALL, "train": {"cp": 2}})
+    plans = [planned_config(asked, plan) for plan in find_plans(Task(asked, CLUSTER, LENGTHS), 4)[0]]
+    shapes = {name: read_hf_config(role) for name, role in named_roles(asked).items()}
+    assert plans and all(check_layouts(plan, shapes) == [] for plan in plans)
+    assert {plan.actor.train.cp for plan in plans} == {1 + (len(training_placements(plan)["actor"].ranks) > 1) for plan in plans}
+
+
 KINDS: Mapping[str, dict[str, Any]] = {
     "ppo": {}, "sequential": {"overlap": {"intra": False, "inter": False}},
     "waits for the critic": {"overlap": {"without": ["critic"]}}, "a reference of its own": {"reference": {"init": SMALL}},

@@ -306,8 +306,8 @@ def _notes(config: TrainConfig, parts: Sequence[Part], placements: Sequence[tupl
     wide = {
         name
         for name, placement in placements
-        for replica, stage in product(range(placement.dp), range(placement.pp))
-        if len({node_of[rank] for rank in placement.stage_ranks(replica, stage)}) > 1
+        for copy, stage in product(range(placement.copies), range(placement.pp))
+        if len({node_of[rank] for rank in placement.stage_ranks(copy, stage)}) > 1
     }
     for name in sorted(wide):
         yield f"tensor-parallel ranks of {name} are on different nodes, which is slow: lower tp, or take more ranks per node"

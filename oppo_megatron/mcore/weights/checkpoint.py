@@ -68,7 +68,7 @@ def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelS
     }
     num_bytes = 0
     for model in models.values():
-        for param in _trained(model) if model.model.groups.dp_rank == 0 else ():
+        for param in _trained(model) if model.model.groups.copy_rank == 0 else ():
             states = len(MOMENTS) + (param.dtype != torch.float32)
             num_bytes += param.numel() * (param.element_size() + states * torch.float32.itemsize)
     return ModelShards(mcore_to_pyt_state_dict(renamed, False), common, shapes, num_bytes)

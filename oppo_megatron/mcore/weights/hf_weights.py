@@ -74,7 +74,7 @@ def export_weights(
     else:
         config, names = peft_config(first.adapters, first.head, base), (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
         max_shard_bytes = sys.maxsize
-    if groups.dp_rank == 0:
+    if groups.copy_rank == 0:
         values = _gathered(chunks)
         if groups.tp_rank == groups.pp_rank == 0:
             tensors = {part.hf_name: part.hf_shape for part in first.parts(1, 0, 1)}

@@ -172,7 +172,7 @@ class Reallocation:
         Collective of the ranks that train, and of the others.
         """
         sums = torch.zeros(len(self._names), dtype=torch.int64, device=self._like.device)
-        for model in self._digested if self._digested[0].groups.dp_rank == 0 else ():
+        for model in self._digested if self._digested[0].groups.copy_rank == 0 else ():
             params = dict(model.named_parameters())
             for part in model.parts(model.groups.tp, model.stage, model.num_stages):
                 number, stage = self._names[part.hf_name]

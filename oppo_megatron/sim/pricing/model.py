@@ -12,11 +12,11 @@ import numpy.typing as npt
 
 from oppo_megatron.columns import Ints
 from oppo_megatron.layout.placements import RolePlacement
-from oppo_megatron.layout.shape import Shape
+from oppo_megatron.layout.shape import Shape, head_dim, num_kv_heads
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
 from oppo_megatron.schedule.weaving.cut import Work, choose_cut, predict_s
 from oppo_megatron.sim.clusters.cluster import Cluster
-from oppo_megatron.sim.laws import WIDTH, Group, LayerLaw, LayerSizes, all_reduce_s, send_s
+from oppo_megatron.sim.laws import WIDTH, Group, LayerLaw, LayerSizes, all_reduce_s, scatter_s, send_s
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,15 @@ class LaidModel:
         most = self._leaving[stage]
         return send_s(self.cluster, payload, between=most > 0, sharing=max(1, most))
 
+    def context_s(self, stage: int, tokens: float) -> float:
+        """Seconds to gather keys and values of `tokens` over the ranks that share sequences."""
+        size, per_node = self.placement.cp, self.cluster.gpus_per_node
+        if size == 1:
+            return 0.0
+        group = Group.of(self.cluster, [self.placement.rank(copy, stage, 0) for copy in range(size)], max(1, per_node // size))
+        numbers = 2 * num_kv_heads(self.shape) * head_dim(self.shape) / self.placement.tp
+        return self.layers * scatter_s(self.cluster, group, WIDTH * numbers * tokens)
+
     @cached_property
     def tensor_groups(self) -> tuple[Group, ...]:
         placement, sharing = self.placement, max(1, self.cluster.gpus_per_node // self.placement.tp)
@@ -100,7 +109,7 @@ class LaidModel:
         found = []
         for stage in self._nodes:
             sharing = (self._nodes == stage[0, 0]).any(axis=1).sum()
-            found.append(Group(self.placement.dp, len(set(stage[:, 0].tolist())), int(sharing)))
+            found.append(Group(self.placement.copies, len(set(stage[:, 0].tolist())), int(sharing)))
         return tuple(found)
 
     @cached_property
@@ -115,7 +124,7 @@ class LaidModel:
     def _nodes(self) -> npt.NDArray[np.int64]:
         """Node of each rank, [stage, replica, shard]."""
         placement = self.placement
-        ranks = np.array(placement.ranks, dtype=np.int64).reshape(placement.pp, placement.dp, placement.tp)
+        ranks = np.array(placement.ranks, dtype=np.int64).reshape(placement.pp, placement.copies, placement.tp)
         return ranks // self.cluster.gpus_per_node
 
     @property

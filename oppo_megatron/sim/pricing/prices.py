@@ -74,11 +74,13 @@ class Update:
 def update_s(model: LaidModel, update: Update) -> float:
     """A forward, a backward of two forwards, and recomputation."""
     placement, batch = model.placement, update.batch
-    tokens, stages = batch.micro_batch(outputs=True), []
+    whole, stages = batch.micro_batch(outputs=True), []
+    tokens = Tokens(*(each / placement.cp for each in vars(whole).values()))
+    gathers = 2 + (update.train.recompute != "none")  # of keys and values, and once of their gradients
     for stage in range(placement.pp):
         forward = model.forward_s(stage, tokens, training=True)
         again = {"none": 0.0, "selective": model.attention_s(tokens), "full": forward - model.head_s(stage, tokens.rows)}
-        stages.append(3 * forward + again[update.train.recompute])
+        stages.append(3 * forward + again[update.train.recompute] + gathers * model.context_s(stage, whole.new))
     hops = [2 * model.hop_s(stage, tokens.new) for stage in range(placement.pp)]
     slowest = max(*stages, *hops)
     bubble = (sum(stages) - max(stages)) / update.train.vpp + sum(hops)
@@ -90,8 +92,8 @@ def _exchange_s(model: LaidModel, stage: int, last_s: float) -> float:
     """Exposed messages of an optimizer step, and its passes. Gradients overlap with the last backward (2/3 `last_s`)."""
     placement = model.placement
     held = stage_parameters(model.shape, placement.tp, placement.pp, stage, scalar=model.scalar)
-    optimizer = LayerLaw(model.cluster.gpu).plain_s(held * ADAM_BYTES / placement.dp)
-    if placement.dp == 1:
+    optimizer = LayerLaw(model.cluster.gpu).plain_s(held * ADAM_BYTES / placement.copies)
+    if placement.copies == 1:
         return optimizer
     group = model.replica_groups[stage]
     reduced = scatter_s(model.cluster, group, GRADIENT_WIDTH * held)
@@ -129,7 +131,7 @@ def reallocation_s(cluster: Cluster, shape: Shape, source: Weights, target: Weig
 
 def _by_coordinates(placement: RolePlacement) -> Ints:
     """Ranks, [stage, replica, shard]."""
-    return np.array(placement.ranks).reshape(placement.pp, placement.dp, placement.tp)
+    return np.array(placement.ranks).reshape(placement.pp, placement.copies, placement.tp)
 
 
 def _parts(shape: Shape, weights: Weights) -> list[dict[str, set[int]]]:

@@ -151,8 +151,8 @@ def _with_assumed_updates(costs: StepCosts, config: TrainConfig, prompt_tokens: 
     most, source = batch * config.rollout.max_response_tokens, f"updates: assumed, {FORWARDS} forward passes by the prefill lines"
 
     def seconds(role: str, tokens: int) -> float:
-        each = (batch * prompt_tokens + tokens) / batch * minibatch_rows(config) / training[role].dp
-        count = max(1, ceil(each / config.runtime.micro_batch_tokens))
+        each = (batch * prompt_tokens + tokens) / batch * minibatch_rows(config) / training[role].copies
+        count = max(1, ceil(each * training[role].cp / config.runtime.micro_batch_tokens))
         lines = [at_stage(costs.actions.prefill_of(role), stage) for stage in range(serving[role].pp)]
         if training[role].layout != serving[role].layout:  # products divided evenly over the stages and tensor ranks that train
             pp, tp = training[role].pp, training[role].tp / serving[role].tp

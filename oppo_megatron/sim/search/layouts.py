@@ -119,7 +119,7 @@ class Option:
         train = self.train
         if train is None:
             return None
-        return Sizes(train.tp or self.serving.tp, train.pp or self.serving.pp, train.dp or self.serving.dp, train.vpp)
+        return Sizes(train.tp or self.serving.tp, train.pp or self.serving.pp, train.dp or self.serving.dp, train.vpp, train.cp)
 
     def over(self, pieces: int) -> Bytes:
         return np.repeat(self.memory, pieces // self.memory.shape[1], axis=1)
@@ -298,7 +298,7 @@ class PriceTable:
 
     def _trainings(self, role: str, size: int, own: TrainingLayoutConfig) -> Iterator[TrainingLayoutConfig]:
         limits = model_limits(self._shapes[role], minibatch_parts(self.config))
-        for sizes in layouts_of(size, limits, interleaved=True):
+        for sizes in layouts_of(size, limits, interleaved=True, cp=own.cp):
             # Sequence parallelism takes less time and less memory; gloo lacks its collectives.
             sequence_parallel = sizes.tp > 1 and (own.sequence_parallel or not self.cluster.gpu.on_cpu)
             for recompute in RECOMPUTED if self._is_tried(sizes) else ():
@@ -338,8 +338,8 @@ def _together(one: Bytes, other: Bytes) -> Bytes:
 
 def _training_sizes(train: TrainingLayoutConfig) -> Sizes:
     assert train.tp and train.pp and train.dp, "the table sets all sizes"
-    return Sizes(train.tp, train.pp, train.dp, train.vpp)
+    return Sizes(train.tp, train.pp, train.dp, train.vpp, train.cp)
 
 
 def _over(sizes: Sizes) -> RolePlacement:
-    return RolePlacement(tuple(range(sizes.num_ranks)), sizes.tp, sizes.pp, sizes.dp)
+    return RolePlacement(tuple(range(sizes.num_ranks)), sizes.tp, sizes.pp, sizes.dp, sizes.cp)
