@@ -40,6 +40,18 @@ def usual_prompt_tokens(config: TrainSettings) -> int:
     return max(1, config.data.max_prompt_tokens // 2)
 
 
+def rows_per_prompt(config: TrainSettings) -> int:
+    """Neighbouring rows of a batch whose prompt an update reads once; 1: each row reads its own."""
+    divided = any(role is not None and role.train.cp > 1 for role in (config.actor, config.critic))  # by context parallelism
+    return 1 if divided or "fork" in config.overlap.without else config.rollout.group_size
+
+
+def row_tokens(config: TrainSettings, prompt_tokens: float, response_tokens: float) -> float:
+    """Mean tokens of a row of an update, if as many rows share a prompt as fit into a micro-batch."""
+    fitting = (config.runtime.micro_batch_tokens - prompt_tokens) // max(1, response_tokens)
+    return prompt_tokens / max(1, min(rows_per_prompt(config), fitting)) + response_tokens
+
+
 READ_GREEDY = ("actor", "reward")
 """Roles that read greedy responses, which are a baseline only."""
 

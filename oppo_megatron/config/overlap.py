@@ -114,7 +114,7 @@ class OverlapConfig(CarryConfig):
         default=[],
         description="for measurements: parts that are turned off, without change of the result. critic: with `intra` the "
         "next step waits for the critic's update; scores: with `intra` the forward pass of the actor's update waits for the "
-        "last scores; fork: each response computes the cache of its prompt itself",
+        "last scores; fork: each response computes its prompt itself, in caches and updates",
     )
 
     def rules(self, batch_size: int, group_size: int = 1) -> Iterator[str]:

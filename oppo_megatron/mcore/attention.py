@@ -5,15 +5,18 @@ Legend: T packed tokens, N query heads, G key/value heads, D head dimension, L c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache, cached_property, partial
 from inspect import signature
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from oppo_megatron.layout.activations import CAPPED_NUMBERS, PIECE
@@ -22,6 +25,8 @@ from oppo_megatron.layout.kernels import FLASH, usable
 from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore.cpu import HalfOnCpu
 from oppo_megatron.mcore.device import on_device
+
+NO_PREFIXES: Mapping[int, int] = MappingProxyType({})
 
 
 def rope_tables(shape: ModelShape, num_positions: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -148,11 +153,31 @@ class AttentionPlan(Protocol):
         """Rotated, causal attention (`Reading`) -> [T, N * D]."""
 
 
-class CausalSpans:
-    """Attention of the last `new` of `reach` positions of each packed sequence to those before them."""
+@contextmanager
+def joined(*parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield concatenations; operations of the block keep the parts until the backward pass, which joins them again."""
+    whole = [own[0] if len(own) == 1 else torch.cat(list(own)) for own in parts]
+    known = {x.untyped_storage()._cdata: [part.detach() for part in own] for x, own in zip(whole, parts, strict=True)}
 
-    def __init__(self, new: Sequence[int], reach: Sequence[int], device: torch.device):
-        self.new, self.reach, self._device = list(new), list(reach), device
+    def pack(x: Tensor) -> Any:
+        own = known.get(x.untyped_storage()._cdata)
+        return x.detach() if own is None else (own, x.size(), x.stride(), x.storage_offset())
+
+    def unpack(kept: Any) -> Tensor:
+        return kept if isinstance(kept, Tensor) else torch.cat(kept[0]).as_strided(*kept[1:])
+
+    with nullcontext() if all(len(own) == 1 for own in parts) else saved_tensors_hooks(pack, unpack):
+        yield whole
+
+
+class CausalSpans:
+    """Attention of the last `new` of `reach` positions of each packed sequence to those before them.
+
+    Keys have those of all positions, but sequence s finds its first ones in sequence `prefixes[s]`, if there is one.
+    """
+
+    def __init__(self, new: Sequence[int], reach: Sequence[int], device: torch.device, prefixes: Mapping[int, int] = NO_PREFIXES):
+        self.new, self.reach, self.prefixes, self._device = list(new), list(reach), prefixes, device
         self._whole_masks: dict[int | None, Tensor] = {}
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
 
@@ -160,26 +185,33 @@ class CausalSpans:
         self, q_TND: Tensor, k_KGD: Tensor, v_KGD: Tensor, scale: float, window: int | None, cap: float | None = None
     ) -> Tensor:  # fmt: skip
         """Differentiable -> [T, N, D]."""
-        bound = binding(window, max(self.reach))
         if (kernel := varlen_kernel(q_TND, cap)) is not None:
-            return kernel(q_TND, k_KGD, v_KGD, *self._ends, scale, bound)
+            all_k, all_v = ([part for own in self._seen(x) for part in own] if self.prefixes else [x] for x in (k_KGD, v_KGD))
+            with joined(all_k, all_v) as (k, v):
+                return kernel(q_TND, k, v, *self._ends, scale, binding(window, max(self.reach)))
         outputs = []
         half = v_KGD.device.type == "cpu" and v_KGD.dtype == torch.bfloat16 and cap is None
         core = HalfOnCpu.apply if half else partial(torch_attention, cap=cap)
-        for q, k, v in zip(q_TND.split(self.new), k_KGD.split(self.reach), v_KGD.split(self.reach), strict=True):
-            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-            new, reach = q.shape[2], k.shape[2]
-            bound = binding(window, reach)
-            if bound is None and new == reach:
-                out = core(q, k, v, scale, None)
-            else:
-                parts = [
-                    core(q[:, :, queries], k[:, :, keys], v[:, :, keys], scale, self._mask(queries, keys, bound, v))
-                    for queries, keys in pieces(new, reach, bound, window_size(bound))
-                ]
-                out = torch.cat(parts, dim=2)
+        for q, own_k, own_v in zip(q_TND.split(self.new), self._seen(k_KGD), self._seen(v_KGD), strict=True):
+            with joined(own_k, own_v) as (k, v):
+                q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+                new, reach = q.shape[2], k.shape[2]
+                bound = binding(window, reach)
+                if bound is None and new == reach:
+                    out = core(q, k, v, scale, None)
+                else:
+                    parts = [
+                        core(q[:, :, queries], k[:, :, keys], v[:, :, keys], scale, self._mask(queries, keys, bound, v))
+                        for queries, keys in pieces(new, reach, bound, window_size(bound))
+                    ]
+                    out = torch.cat(parts, dim=2)
             outputs.append(out[0].transpose(0, 1))
         return torch.cat(outputs)
+
+    def _seen(self, x_KGD: Tensor) -> Iterator[list[Tensor]]:
+        """Yield the parts that each sequence attends to."""
+        parts = x_KGD.split(self.new if self.prefixes else self.reach)
+        return ([parts[self.prefixes[s]], part] if s in self.prefixes else [part] for s, part in enumerate(parts))
 
     @cached_property
     def _ends(self) -> tuple[Ends, Ends]:
@@ -206,15 +238,16 @@ class CausalSpans:
 
 
 class PackedPlan:
-    """Causal within each packed sequence; differentiable."""
+    """Causal within each packed sequence; differentiable.  Sequence s continues sequence `prefixes[s]`, if there is one."""
 
     qkv_format = "thd"
     routing: Any = None
     waits = True
 
-    def __init__(self, lengths: Sequence[int], rope: tuple[Tensor, ...]):
-        self._rotate_at(torch.cat([torch.arange(n) for n in lengths]), rope)
-        self._spans = CausalSpans(lengths, lengths, rope[0].device)
+    def __init__(self, lengths: Sequence[int], rope: tuple[Tensor, ...], prefixes: Mapping[int, int] = NO_PREFIXES):
+        reaches = [n + (lengths[prefixes[s]] if s in prefixes else 0) for s, n in enumerate(lengths)]
+        self._rotate_at(torch.cat([torch.arange(reach - n, reach) for n, reach in zip(lengths, reaches, strict=True)]), rope)
+        self._spans = CausalSpans(lengths, reaches, rope[0].device, prefixes)
 
     def _rotate_at(self, positions_T: Tensor, rope: tuple[Tensor, ...]) -> None:
         places_T = on_device(positions_T, rope[0].device)

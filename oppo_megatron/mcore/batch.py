@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,6 +14,8 @@ from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.schedule.packing import pack_by_tokens
 
 Answered = tuple[Sequence[int], Sequence[int]]
+Family = tuple[Sequence[int], Sequence[Sequence[int]]]
+"""A prompt and the responses that share it."""
 
 
 @dataclass
@@ -21,7 +23,8 @@ class MicroBatch:
     """`index`: in the batch; `rows_R`: packed positions of outputs; `targets_R`: next tokens; `counts`: rows per response.
 
     `rows`: `rows_R` on the host.  `routes`: of each row the experts that drew its target (`mcore.experts.replay`); none: the
-    model chooses.  With a `share` of the sequences, `tokens_T`, `rows_R` and `routes` are this rank's.
+    model chooses.  `prefixes`: sequence -> the packed sequence that it continues; responses of a shared prompt also share its
+    last row.  With a `share` of the sequences, `tokens_T`, `rows_R` and `routes` are this rank's.
     """
 
     index: list[int]
@@ -34,6 +37,7 @@ class MicroBatch:
     extra: dict[str, Tensor] = field(default_factory=dict)
     routes: Sequence[str] = ()
     rows: Sequence[int] = ()
+    prefixes: Mapping[int, int] = field(default_factory=dict)
     share: SequenceShare | None = None
 
     @classmethod
@@ -70,26 +74,40 @@ def pack_responses(
     prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], budget: int, device: torch.device
 ) -> list[MicroBatch]:
     """Pack at most `budget` tokens (longer sequences alone), longest first.  A token's row is the position before."""
-    return pack_together([[answered] for answered in zip(prompts, responses, strict=True)], budget, device)
+    return pack_together([[(prompt, [response])] for prompt, response in zip(prompts, responses, strict=True)], budget, device)
 
 
-def pack_together(units: Sequence[Sequence[Answered]], budget: int, device: torch.device) -> list[MicroBatch]:
+def read_tokens(unit: Iterable[Family]) -> int:
+    """Tokens that a micro-batch reads for `unit`, or its rows if those are more.  A last token predicts nothing."""
+    return sum(max(len(prompt), len(answers)) + sum(map(len, answers)) - len(answers) for prompt, answers in unit)
+
+
+def pack_together(units: Sequence[Sequence[Family]], budget: int, device: torch.device) -> list[MicroBatch]:
     """As `pack_responses`, keeping units together; `index` counts units."""
-    lengths = [sum(len(prompt) + len(response) - 1 for prompt, response in unit) for unit in units]
-    return [_whole_responses(index, [x for i in index for x in units[i]], device) for index in pack_by_tokens(lengths, budget)]
+    packed = pack_by_tokens([read_tokens(unit) for unit in units], budget)
+    return [_whole_responses(index, [family for i in index for family in units[i]], device) for index in packed]
 
 
-def _whole_responses(index: list[int], answered: Sequence[Answered], device: torch.device) -> MicroBatch:
-    tokens, rows, targets, lengths = list[int](), list[int](), list[int](), list[int]()
-    for prompt, response in answered:
-        first = len(tokens) + len(prompt) - 1
-        tokens += [*prompt, *response][:-1]
-        rows += range(first, first + len(response))
-        targets += response
-        lengths.append(len(prompt) + len(response) - 1)
+def _whole_responses(index: list[int], families: Iterable[Family], device: torch.device) -> MicroBatch:
+    tokens, rows, targets = list[int](), list[int](), list[int]()
+    lengths, counts, prefixes = list[int](), list[int](), dict[int, int]()
+    for prompt, responses in families:
+        whole, last = len(lengths), len(tokens) + len(prompt) - 1
+        tokens += prompt
+        lengths.append(len(prompt))
+        for response in responses:
+            more = len(response) - 1
+            rows += [last, *range(len(tokens), len(tokens) + more)]
+            targets += response
+            tokens += response[:-1]
+            counts.append(len(response))
+            if len(responses) == 1:
+                lengths[whole] += more
+            elif more:
+                prefixes[len(lengths)] = whole
+                lengths.append(more)
     tokens_T, rows_R, targets_R = (on_device(x, device) for x in (tokens, rows, targets))
-    counts = [len(response) for _, response in answered]
-    return MicroBatch(index, lengths, tokens_T, rows_R, targets_R, tokens, counts, rows=rows)
+    return MicroBatch(index, lengths, tokens_T, rows_R, targets_R, tokens, counts, rows=rows, prefixes=prefixes)
 
 
 def pack_at(

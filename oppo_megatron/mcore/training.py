@@ -101,7 +101,7 @@ def _run(
 def _forward(model: RoleModel, module: torch.nn.Module, batch: MicroBatch, size: int) -> Tensor:
     if batch.share is None:
         lengths, tokens_T = batch.padded(size, model.max_length)
-        plan = PackedPlan(lengths, model.rope)
+        plan = PackedPlan(lengths, model.rope, batch.prefixes)
     else:
         plan, tokens_T = ContextPlan(batch.share, model.rope, size), F.pad(batch.tokens_T, (0, size - batch.share.size))
     if model.shape.experts is not None and any(batch.routes):
@@ -112,7 +112,9 @@ def _forward(model: RoleModel, module: torch.nn.Module, batch: MicroBatch, size:
 
 def _largest(batches: Sequence[MicroBatch], work: str) -> tuple[str, str]:
     largest = max(batches, key=lambda batch: len(batch.tokens_T))
-    return too_many_tokens(work, largest.lengths, len(largest.lengths) // max(1, len(largest.index)))
+    together = len(largest.lengths) // max(1, len(largest.index))
+    # More sequences than a pair has with its prompt are a group, which a smaller limit cuts.
+    return too_many_tokens(work, largest.lengths, together if together <= 3 else 1)
 
 
 def _multiple(number: int, of: int) -> int:

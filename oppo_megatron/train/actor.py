@@ -19,14 +19,22 @@ from oppo_megatron.algorithms.algorithm import Algorithm
 from oppo_megatron.algorithms.experience import Experience
 from oppo_megatron.algorithms.losses import ActorTargets
 from oppo_megatron.algorithms.packed import GAP_STATS, GapLimit, gap_stats, judged_gap, tokens_of_rows
-from oppo_megatron.mcore.batch import MicroBatch, join_rows, pack_responses
+from oppo_megatron.mcore.batch import MicroBatch, join_rows
 from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.training import forward_rows, read_reports
 from oppo_megatron.mcore.vocab import OutputRows, RowFigures
 from oppo_megatron.records import Rollout
-from oppo_megatron.schedule.packing import balance
 from oppo_megatron.train.roles import TrainedRole
-from oppo_megatron.train.update import UpdateSettings, begin_update, run_update, stats_dict, update_packing, with_routes
+from oppo_megatron.train.update import (
+    UpdateSettings,
+    begin_update,
+    divide,
+    each_alone,
+    micro_batches,
+    run_update,
+    stats_dict,
+    update_packing,
+)
 
 STATS = ("ess", "logprob_gap", "logprob_gap_judged", "grad_norm", "lr")
 """Statistics in addition to what the algorithm's loss has."""
@@ -165,7 +173,7 @@ class Actor:
             found = output.figures(micro.targets_R, self.temperature)
             return torch.stack([found.logp_R, found.largest_R], -1)
 
-        found_T2 = forward_batch(self.role, batch, settings.micro_batch_tokens, logprobs)
+        found_T2 = forward_batch(self.role, batch, settings.micro_batch_tokens, logprobs, settings.sharing)
         if found_T2 is None:
             return BegunUpdate()
         logp_T, largest_T = found_T2.unbind(-1)
@@ -199,23 +207,22 @@ class Actor:
 
 
 def forward_batch(
-    role: TrainedRole, batch: Sequence[Rollout], budget: int, finish: Callable[[MicroBatch, Any], Tensor]
+    role: TrainedRole, batch: Sequence[Rollout], budget: int, finish: Callable[[MicroBatch, Any], Tensor], sharing: int = 1
 ) -> Tensor | None:
     """Return finish(micro-batch, output) of all response tokens, [T, ...], on the last stage; replicas divide the rows.
 
-    `budget`: tokens of a micro-batch.
+    `budget`: tokens of a micro-batch.  `sharing`: see `UpdateSettings`.
     """
     groups, device = role.trained.model.groups, next(role.trained.model.parameters()).device
-    rows = balance([r.num_tokens for r in batch], groups.dp)[groups.dp_rank]
-    prompts, responses = [batch[i].prompt.tokens for i in rows], [batch[i].tokens for i in rows]
-    micros = with_routes(role.trained, pack_responses(prompts, responses, budget, device), [[batch[i]] for i in rows])
+    units = divide(batch, each_alone(range(len(batch))), groups.dp, budget, sharing)[groups.dp_rank]
+    micros = micro_batches(role.trained, batch, units, budget, sharing, device)
     outputs = forward_rows(role.trained.chunks, micros, finish)
     if not groups.is_last_stage:
         return None
-    mine = join_rows(outputs, [len(tokens) for tokens in responses], micros)
+    mine = join_rows(outputs, [sum(len(batch[i].tokens) for i in unit) for unit in units], micros)
     lengths_B = torch.tensor([len(r.tokens) for r in batch])
     found_T = torch.zeros(int(lengths_B.sum()), *mine.shape[1:], device=device)
-    found_T[on_device(tokens_of_rows(lengths_B, rows), device)] = mine
+    found_T[on_device(tokens_of_rows(lengths_B, [i for unit in units for i in unit]), device)] = mine
     if groups.dp > 1:
         dist.all_reduce(found_T, group=groups.data)  # each is 0 on all replicas but one
     return found_T

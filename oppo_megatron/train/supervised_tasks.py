@@ -181,7 +181,7 @@ class Preferences(Task[RowT]):
     def micro_batches(self, rows: Sequence[RowT], budget: int, device: torch.device) -> list[MicroBatch]:
         """Keep all answers of a row together, because the loss compares them."""
         answers = [self.answers(row) for row in rows]
-        batches = pack_together(answers, budget, device)
+        batches = pack_together([[(prompt, [answer]) for prompt, answer in own] for own in answers], budget, device)
         for batch in batches:
             known = [self.reference[key_of(*each)] for i in batch.index for each in answers[i]]
             batch.extra["reference"] = on_device(known, device, torch.float64)

@@ -6,8 +6,9 @@ Legend: T response tokens of the whole batch (packed), R rows of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 from oppo_megatron.algorithms.advantages import NOTHING_SEEN, Moments
 from oppo_megatron.algorithms.packed import TokenStats, tokens_of_rows
 from oppo_megatron.chunks import FREE
+from oppo_megatron.config.derived import rows_per_prompt
 from oppo_megatron.config.run import TrainConfig
-from oppo_megatron.mcore.batch import MicroBatch, pack_together, split_rows
+from oppo_megatron.mcore.batch import Family, MicroBatch, pack_together, read_tokens, split_rows
 from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.records import Rollout
@@ -39,6 +41,8 @@ def each_alone(rows: Sequence[int]) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class UpdateSettings:
+    """`sharing`: neighbouring rows of a group, whose prompt a micro-batch reads once (1: each row reads its own)."""
+
     epochs: int
     minibatches: int
     micro_batch_tokens: int
@@ -47,11 +51,12 @@ class UpdateSettings:
     device: torch.device
     version: int = 0
     group_size: int = 1
+    sharing: int = 1
 
     @classmethod
     def of(cls, config: TrainConfig, step: int, device: torch.device, version: int = 0) -> UpdateSettings:
-        ppo, budget = config.ppo, config.runtime.micro_batch_tokens
-        return cls(ppo.epochs, ppo.minibatches, budget, config.seed, step, device, version, config.rollout.group_size)
+        ppo, budget, size = config.ppo, config.runtime.micro_batch_tokens, config.rollout.group_size
+        return cls(ppo.epochs, ppo.minibatches, budget, config.seed, step, device, version, size, rows_per_prompt(config))
 
 
 @dataclass(frozen=True)
@@ -108,33 +113,69 @@ def _micro_batches(
     trained: TrainedModel, batch: Sequence[Rollout], units: list[list[int]], lengths: Tensor, extra_T: dict[str, Tensor],
     settings: UpdateSettings,
 ) -> list[MicroBatch]:  # fmt: skip
-    answered = [[(batch[i].prompt.tokens, batch[i].tokens) for i in unit] for unit in units]
-    micros = pack_together(answered, settings.micro_batch_tokens, settings.device)
+    micros = micro_batches(trained, batch, units, settings.micro_batch_tokens, settings.sharing, settings.device)
     chosen = on_device(tokens_of_rows(lengths, [i for unit in units for i in unit]), settings.device)
-    unit_lengths = [sum(len(response) for _, response in unit) for unit in answered]
+    unit_lengths = [int(lengths[unit].sum()) for unit in units]
     for name, values_T in extra_T.items():
         for micro, piece in zip(micros, split_rows(values_T[chosen], unit_lengths, micros), strict=True):
             micro.extra[name] = piece
-    return with_routes(trained, micros, [[batch[i] for i in unit] for unit in units])
+    return micros
 
 
-def with_routes(trained: TrainedModel, micros: list[MicroBatch], units: Sequence[Sequence[Rollout]]) -> list[MicroBatch]:
-    """Give the policy's micro-batches the routes of their tokens; `units`: the rollouts of each `index`."""
+def micro_batches(
+    trained: TrainedModel, batch: Sequence[Rollout], units: Sequence[list[int]], budget: int, sharing: int, device: torch.device
+) -> list[MicroBatch]:
+    """Pack rows in units; the policy's tokens get their routes."""
+    micros = pack_together([families(batch, unit, sharing) for unit in units], budget, device)
     for micro in micros if trained.model.head == "lm" else ():
-        rollouts = (rollout for unit in micro.index for rollout in units[unit])
+        rollouts = (batch[i] for unit in micro.index for i in units[unit])
         micro.routes = [route for rollout in rollouts for route in rollout.routes or [FREE] * len(rollout.tokens)]
     return micros
+
+
+def families(batch: Sequence[Rollout], unit: Sequence[int], sharing: int) -> list[Family]:
+    """Prompts and responses of a unit.  Neighbours share a prompt if the same experts read its last token."""
+
+    def shared(row: int) -> object:
+        return (batch[row].prompt.tokens, batch[row].routes[:1]) if sharing > 1 else row
+
+    alike = [list(rows) for _, rows in groupby(unit, shared)]
+    return [(batch[rows[0]].prompt.tokens, [batch[row].tokens for row in rows]) for rows in alike]
+
+
+def divide(
+    batch: Sequence[Rollout], units: Sequence[list[int]], num_replicas: int, budget: int, sharing: int
+) -> list[list[list[int]]]:
+    """Divide units among replicas.  Groups are joined whole, or in halves, quarters, ...: whichever balances tokens best.
+
+    Joined units fit into a micro-batch of `budget` tokens, so a group with more tokens is cut and its prompt read again.
+    """
+    found = []
+    for halvings in range(sharing.bit_length() if num_replicas > 1 else 1):
+        joined: list[list[int]] = []
+        for unit in units:
+            if joined and joined[-1][0] // sharing == unit[0] // sharing:
+                both = [*joined[-1], *unit]
+                if len(both) <= sharing >> halvings and read_tokens(families(batch, both, sharing)) <= budget:
+                    joined[-1] = both
+                    continue
+            joined.append(unit)
+        costs = [read_tokens(families(batch, unit, sharing)) + len(unit) for unit in joined]
+        parts = balance(costs, num_replicas)
+        largest = max(sum(costs[i] for i in part) for part in parts)
+        found.append((largest, [[joined[i] for i in part] for part in parts]))
+    return min(found, key=lambda each: each[0])[1]
 
 
 def update_packing(
     batch: Sequence[Rollout], num_replicas: int, settings: UpdateSettings, units: Units = each_alone
 ) -> dict[str, float]:
-    read = [rollout.num_tokens - 1 for rollout in batch]  # a last token predicts nothing and is not read
-    steps = [
-        [[sum(read[i] for i in unit) for unit in share] for share in shares]
-        for shares in _shares(batch, num_replicas, settings, units)
-    ]
-    return packing_figures([Packing.of(parts, settings.micro_batch_tokens) for parts in steps])
+    steps = []
+    for shares in _shares(batch, num_replicas, settings, units):
+        read = [[read_tokens(families(batch, unit, settings.sharing)) for unit in share] for share in shares]
+        rows = [batch[i].num_tokens - 1 for share in shares for unit in share for i in unit]
+        steps.append(replace(Packing.of(read, settings.micro_batch_tokens), padded=len(rows) * max(rows)))
+    return packing_figures(steps)
 
 
 def stats_dict(stats: TokenStats) -> dict[str, Tensor]:
@@ -145,9 +186,7 @@ def _shares(
     batch: Sequence[Rollout], num_replicas: int, settings: UpdateSettings, units: Units
 ) -> Iterator[list[list[list[int]]]]:
     for minibatch in minibatches_of(len(batch), settings):
-        read = units(minibatch)
-        parts = balance([sum(batch[i].num_tokens for i in unit) for unit in read], num_replicas)
-        yield [[read[i] for i in part] for part in parts]
+        yield divide(batch, units(minibatch), num_replicas, settings.micro_batch_tokens, settings.sharing)
 
 
 def num_minibatches(num_rows: int, settings: UpdateSettings) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import yaml
 
-from benchmarks import machine, planning, scale_study, seeds
+from benchmarks import machine, planning, scale_study, seeds, shared_prompts
 from benchmarks.dry_run import Cluster, DryRun
 from benchmarks.fitting.engine import PARAMETERS, Observed, fit_engine, phase_seconds
 from benchmarks.fitting.points import CollectivePoint, LayerPoint, read_collectives, read_layers, write_collectives, write_layers
@@ -343,3 +343,18 @@ def test_what_ends_a_comparison_of_seeds(
     monkeypatch.setattr(demo, "run", lambda settings: code)
     assert seeds.main(["--seeds", given]) == ends
     assert says in capsys.readouterr().err
+
+
+# shared_prompts
+
+
+def test_shared_prompts_read_fewer_tokens_for_the_same_gradient(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["--model", str(ROOT / "examples" / "benchmark" / "model_tiny.json"), "--repeats", "1"]
+    assert shared_prompts.main([*tiny, "--prompts", "10", "--responses", "2-5", "--group", "4", "--groups", "2"]) == 0
+    names, row = (line.split() for line in capsys.readouterr().out.splitlines()[-2:])
+    found = dict(zip(names[:5], map(float, row[:5]), strict=True))
+    assert (found["prompt"], found["tokens"], found["shared"]) == (10, 2 * (40 + 10), 2 * (10 + 10))  # 1, 2, 3 and 4 follow
+    assert 0 <= float(row[-1]) < 1e-4
+    with pytest.raises(SystemExit):
+        shared_prompts.main([*tiny, "--responses", "5-2"])
+    assert "'5-2' is not a range of lengths; give one like 64-128" in capsys.readouterr().err

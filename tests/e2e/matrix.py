@@ -39,6 +39,9 @@ def grouped(preset: str, size: int, **changes: Any) -> dict[str, Any]:
     return common | changes
 
 
+APART: dict[str, Any] = {"overlap.without": ["fork"]}
+"""Every response reads its own prompt, in decoding, scoring and updates."""
+
 EXPERTS = DEEP | {
     "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True,
 }  # fmt: skip
@@ -170,9 +173,10 @@ FEATURES: dict[str, Feature] = {
         overcommitted(3) | {"steps": 6, "overlap.backfill": 4, "overlap.chunk": 2},
         lambda outcome: total(outcome, "backfilled") > 6, soon=("PP2 x DP2, woven",), stops="DP2 | DP2", rounds=1),
     "without a critic": Feature(WITHOUT_CRITIC, lengths_differ, also=no_critic, soon=("1 | 1, reference with the actor",)),
-    "groups": Feature(grouped("grpo", 4), members_differ, soon=("DP2 | DP2",)),
+    "groups": Feature(grouped("grpo", 4), members_differ, soon=("DP2 | DP2", "PP2 | TP2"), reference=APART),
     "pairs": Feature(
-        grouped("online_dpo", 4, **{"rollout.temperature": 0.9}), members_differ, also=pairs_of_groups, soon=("PP2 | TP2",)),
+        grouped("online_dpo", 4, **{"rollout.temperature": 0.9}), members_differ, also=pairs_of_groups, soon=("PP2 | TP2",),
+        reference=APART),
     "pairs by a rule, filtered": Feature(
         grouped(
             "online_dpo", 2, **overcommitted(1), **BY_LENGTH, filter="reward",
@@ -190,10 +194,10 @@ FEATURES: dict[str, Feature] = {
             **{"rollout.batch_size": 6, "overlap.backfill": EVERY},
             **{"ppo.minibatches": 1, "ppo.truncated": "mask", "ppo.kl": PENALTY}),
         lambda outcome: total(outcome, "groups_dropped") > 1, also=groups_dropped,
-        soon=("DP2 | DP2",)),
+        soon=("DP2 | DP2",), reference=APART),
     "prompts fork": Feature(
         overcommitted(1) | {"rollout.group_size": 3, "overlap.max_staleness": 2, "overlap.intra": True},
-        carries, also=forked_tokens, soon=("PP2 | TP2",), reference={"overlap.without": ["fork"]}),
+        carries, also=forked_tokens, soon=("PP2 | TP2",), reference=APART),
     "process rewards": Feature(
         {"rewards": STEP_REWARDS}, lambda outcome: sum(BELL in row["response"] for row in outcome.rollouts) > 2,
         also=step_rewards, soon=("one rank",)),
@@ -212,7 +216,7 @@ FEATURES: dict[str, Feature] = {
         roles(EXPERTS, DEEP) | overcommitted(3), has_experts,  # rounding grows beyond the tolerance in a critic with experts
         soon=("TP2 | PP2",), stops="TP2 | PP2"),
     "experts, in groups": Feature(
-        grouped("grpo", 4, steps=3, actor={"init": EXPERTS, "optimizer": STEADY_ADAM}), has_experts),
+        grouped("grpo", 4, steps=3, actor={"init": EXPERTS, "optimizer": STEADY_ADAM}), has_experts, reference=APART),
     **{f"{one}, scored by {other}": Feature(roles(FAMILIES[one], FAMILIES[other]), has_own_layers, soon=soon, stops="TP2 | PP2")
        for one, other, soon in (
            ("Gemma 2", "OLMo 2", ("TP2 | PP2",)), ("Gemma 3", "Phi-3", ("PP2 | TP2",)),

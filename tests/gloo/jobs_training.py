@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +21,7 @@ from oppo_megatron.config.ppo import PPOConfig
 from oppo_megatron.errors import NumericsError
 from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.mcore import training
-from oppo_megatron.mcore.batch import MicroBatch, pack_responses, split_rows
+from oppo_megatron.mcore.batch import MicroBatch, pack_together, split_rows
 from oppo_megatron.mcore.groups import RoleGroups
 from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.mcore.roles import load_training
@@ -67,9 +68,14 @@ class Minibatch:
         return Minibatch(*([column[i] for i in mine] for column in (self.prompts, self.responses, self.numbers)))
 
     def pack(self, budget: int = 24) -> list[MicroBatch]:
-        batches = pack_responses(self.prompts, self.responses, budget, CPU)
-        numbers_T = torch.tensor([x for row in self.numbers for x in row])
-        for batch, piece in zip(batches, split_rows(numbers_T, list(map(len, self.responses)), batches), strict=True):
+        """Neighbours share their prompt, two at most, so that groups of three are cut."""
+        alike = [list(rows) for _, rows in groupby(range(len(self.prompts)), self.prompts.__getitem__)]
+        units = [rows[k : k + 2] for rows in alike for k in range(0, len(rows), 2)]
+        batches = pack_together([[(self.prompts[unit[0]], [self.responses[i] for i in unit])] for unit in units], budget, CPU)
+        numbers_T, lengths = torch.tensor([x for row in self.numbers for x in row]), [len(row) for row in self.responses]
+        for batch, piece in zip(
+            batches, split_rows(numbers_T, [sum(lengths[i] for i in u) for u in units], batches), strict=True
+        ):
             batch.extra["numbers"] = piece
         return batches
 

@@ -92,7 +92,7 @@ def _gradients(model: RoleModel, data: Minibatch) -> dict[str, Tensor]:
     model.train()
     for batch in data.pack():
         model.zero_grad(set_to_none=True)
-        hidden_RH = model(batch.tokens_T, PackedPlan(batch.lengths, model.rope), batch.rows_R)
+        hidden_RH = model(batch.tokens_T, PackedPlan(batch.lengths, model.rope, batch.prefixes), batch.rows_R)
         loss(batch, model.output_rows(hidden_RH))[0].backward()
         for name, param in model.named_parameters():
             assert param.grad is not None

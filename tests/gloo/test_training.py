@@ -37,7 +37,9 @@ def make_data() -> list[Minibatch]:
     for count in NUM_ROWS:
         responses = [tokens(9) for _ in range(count)]
         numbers = [[dice.uniform(-0.5, 1.5) for _ in response] for response in responses]
-        data.append(Minibatch([tokens(6) for _ in responses], responses, numbers))
+        prompts = [tokens(6) for _ in responses]
+        of_groups = [prompts[row - row % 4 if row % 4 < 3 else row] for row in range(count)]  # groups of three and of one
+        data.append(Minibatch(of_groups, responses, numbers))
     return data
 
 
@@ -142,16 +144,17 @@ def reference(directory: str, clip_grad: float) -> dict[str, Any]:
 
 
 def check(
-    answers: list[dict[str, Any]], name: str, expected: dict[str, Any], written: Path, speaking: int, rel: float = 1e-5
-) -> None:
-    """`speaking` is the number of last-stage ranks, `rel` the tolerance of gradient norms."""
+    answers: list[dict[str, Any]], name: str, expected: dict[str, Any], written: Path, speaking: int, rel: float = 1e-5,
+    apart: float = 1e-4,
+) -> None:  # fmt: skip
+    """`speaking`: number of last-stage ranks.  `rel`: tolerance of gradient norms, `apart` of weights."""
     for answer in (a[name] for a in answers):
         assert answer["grad_norm"] == pytest.approx(expected["norms"], rel=rel)
         assert answer["lr"] == pytest.approx([rate(step) for step in range(NUM_STEPS)])
     speakers = [a[name] for a in answers if "outputs" in a[name]]
     assert len(speakers) == speaking
     for answer in speakers:
-        assert [stats["loss"] for stats in answer["stats"]] == pytest.approx(expected["losses"], abs=2e-5)
+        assert [stats["loss"] for stats in answer["stats"]] == pytest.approx(expected["losses"], abs=2e-5, rel=2e-5)
         assert all(0 < stats["max_tokens"] <= 24 for stats in answer["stats"])
         assert (answer["outputs"] - expected["outputs"]).abs().max() < 2e-4
     assert all(stats == {} for a in answers if "outputs" not in a[name] for stats in a[name]["stats"])
@@ -159,7 +162,7 @@ def check(
     found = kind.from_pretrained(written / name, dtype=torch.float32).state_dict()
     assert found.keys() == expected["weights"].keys()
     for key, weight in expected["weights"].items():
-        assert (found[key] - weight).abs().max() < 1e-4, key
+        assert (found[key] - weight).abs().max() < apart, key
 
 
 def run_case(
@@ -253,7 +256,7 @@ def test_interleaved_steps_equal_plain_torch(deep_models: dict[str, str], case: 
 
 def test_without_clipping_the_norm_is_still_reported(models: dict[str, str], tmp_path: Path) -> None:
     answers = run_case({"qwen2": models["qwen2"]}, Case(1, 2, 1), tmp_path, SETTINGS.model_copy(update={"clip_grad": 0.0}))
-    check(answers, "qwen2", reference(models["qwen2"], 0.0), tmp_path, 1)
+    check(answers, "qwen2", reference(models["qwen2"], 0.0), tmp_path, 1, rel=3e-5, apart=5e-4)
 
 
 @pytest.mark.parametrize("tp,pp", [(2, 2), (1, 2)])

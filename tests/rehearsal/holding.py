@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -166,8 +167,10 @@ class Measurement:
         role = self._trained_role(placement)
         algorithm = Algorithm.of(self.config)
         member = Actor(role, algorithm, 1.0) if self.name == "actor" else Critic(role, algorithm, 1)
+        rollout = self.config.rollout
+        rows = max(rollout.group_size, placement.dp * self._rows_of_a_micro_batch)
         with self.meter.span() as first:
-            self._update(member, min(self.config.rollout.batch_size, placement.dp * self._rows_of_a_micro_batch))
+            self._update(member, min(rollout.batch_size, rows))
         self.found["buffers"] += self._gather_buffer()
         self.found["optimizer"] += first.kept - self._gather_buffer()
         with self.meter.span() as second:
@@ -214,7 +217,7 @@ class Measurement:
         each = torch.zeros(rows * response, device=DEVICE)
         lengths = torch.tensor([response] * rows)
         experience = Experience(each, each, each, each, each, each, each, lengths, NOTHING_SEEN, None)  # type: ignore[arg-type]
-        settings = UpdateSettings(1, 1, config.runtime.micro_batch_tokens, 0, 2, DEVICE)
+        settings = replace(UpdateSettings.of(config, 2, DEVICE), epochs=1)
         if isinstance(member, Actor):
             member.update(batch, experience, 0.1, settings)
         else:

@@ -58,6 +58,7 @@ class Layout:
     stage: int = 0
     layers: int | None = None  # fewer than the model has
     rows: int = 4  # a replica and optimizer step
+    group: int = 1  # rows that share a prompt
     carried: int = 12  # rollouts of a replica beyond those
     tokens: int = 4096  # of a micro-batch
     prompt: int = 2
@@ -78,7 +79,7 @@ class Layout:
             "run_dir": "none", "steps": 3, "placement": {"mode": "disaggregated", "actor": layout, "scorer": layout},
             "tokenizer": {"path": "none"}, "data": {"path": "none", "max_prompt_tokens": self.prompt}, "actor": trained,
             "critic": trained, "reward": frozen, "rewards": [{"kind": "model"}],
-            "rollout": {"batch_size": self.rows * self.dp, "max_response_tokens": self.response},
+            "rollout": {"batch_size": self.rows * self.dp, "group_size": self.group, "max_response_tokens": self.response},
             "overlap": {"delta": {"rule": "fixed", "initial": more, "max": more}}, "ppo": {"minibatches": 1},
             "runtime": {"device": "cuda", "dtype": self.dtype, "micro_batch_tokens": self.tokens, "kv_layout": self.kv},
         } | self.more  # fmt: skip
@@ -99,6 +100,7 @@ QUICK = {
     "8B critic, last of 4 stages": Layout("8B", 2, 4, 2, "critic", -1, layers=4, rows=2, train={"recompute": "selective"}),
     "8B reference, paged": Layout("8B", 4, 2, role="reference", stage=-1, layers=2, rows=16, kv="paged"),
     "1B critic, one key head": Layout("1B, one key head", role="critic", layers=2, rows=3, train={"recompute": "full"}),
+    "1.5B, a prompt of eight responses": Layout("1.5B", layers=2, rows=8, group=8, carried=1, prompt=1024, response=385),
     "30B, experts": Layout("30B, experts", layers=2, rows=4, tokens=4096),
     "2B, soft caps": Layout("2B, soft caps", layers=2, rows=2),
     "1.5B, cp 2": Layout("1.5B", dp=2, layers=4, rows=2, response=4094, tokens=8192, train={"cp": 2}),

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -192,6 +193,72 @@ def by_ends(
     before, after = window_size
     assert after == 0 and ends_q.diff().tolist() == LENGTHS
     return plain(q, k, v, max(LENGTHS) if before == -1 else before + 1).unflatten(1, (HEADS, DIM))
+
+
+TREE, PREFIXES = [5, 70, 9, 1, 66, 3, 2], {2: 1, 3: 1, 4: 1, 6: 5}
+"""Sequences, of which some continue others."""
+POSITIONS = [
+    [*range(5)],
+    *([*range(5, 75), *own] for own in ([], range(75, 84), [84], range(85, 151))),
+    *([151, 152, 153, *own] for own in ([], [154, 155])),
+]
+"""Packed positions that each sequence reads."""
+
+
+@pytest.mark.parametrize("window", [None, 4, 40, 4096])
+@pytest.mark.parametrize(("dtype", "by_kernel"), [(torch.float32, False), (torch.float32, True), (torch.bfloat16, False)])
+def test_sequences_that_continue_another_read_it_whole(
+    monkeypatch: pytest.MonkeyPatch, window: int | None, dtype: torch.dtype, by_kernel: bool
+) -> None:
+    """As packed copies with their prefix do; gradients of the prefix add up."""
+    given, copied = (inputs(sum(TREE), dtype) for _ in range(2))
+    rope = torch.randn(2, 200, DIM, generator=torch.Generator().manual_seed(5)).unbind(0)
+    weights = torch.randn(sum(TREE), HEADS * DIM, generator=torch.Generator().manual_seed(3))
+    all_positions = [position for own in POSITIONS for position in own]
+    plan = PackedPlan([len(own) for own in POSITIONS], rope)
+    expected = plan.attend(0, *(x[all_positions] for x in copied), SCALE, window).float()
+    last = {position: place for place, position in enumerate(all_positions)}  # one copy of each counts
+    expected = expected[[last[position] for position in range(sum(TREE))]]
+    (expected * weights).sum().backward()
+    if by_kernel:
+        monkeypatch.setattr(attention, "varlen_kernel", lambda q: by_parts)
+    found = PackedPlan(TREE, rope, PREFIXES).attend(0, *given, SCALE, window).float()
+    (found * weights).sum().backward()
+    tolerance: dict[str, Any] = {"atol": 2e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.04, "rtol": 0.03}
+    torch.testing.assert_close(found, expected, **tolerance)
+    for ours, theirs in zip(given, copied, strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, **tolerance)
+
+
+def by_parts(
+    q: Tensor, k: Tensor, v: Tensor, queries: attention.Ends, keys: attention.Ends, scale: float, window: int | None
+) -> Tensor:
+    """flash-attn's rule for fewer queries than keys: the last query sees the last key."""
+    lengths = [ends.diff().tolist() for ends, _ in (queries, keys)]
+    assert [max(own) for own in lengths] == [queries[1], keys[1]] and queries[0].dtype == torch.int32
+    outputs = []
+    for q_s, k_s, v_s in zip(q.split(lengths[0]), k.split(lengths[1]), v.split(lengths[1]), strict=True):
+        behind = torch.arange(len(k_s) - len(q_s), len(k_s))[:, None] - torch.arange(len(k_s))
+        mask = (behind >= 0) & (behind < (window or len(k_s)))
+        q_s, k_s, v_s = (x.transpose(0, 1)[None] for x in (q_s, k_s, v_s))
+        out = F.scaled_dot_product_attention(q_s, k_s, v_s, attn_mask=mask, scale=scale, enable_gqa=True)
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def test_keys_that_are_joined_are_not_kept_until_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt's keys and values are in memory once, however many responses read them."""
+    held: list[StorageWeakRef] = []
+    plain_attention = attention.torch_attention
+
+    def watched(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Tensor:
+        held.extend(StorageWeakRef(x.untyped_storage()) for x in (k, v))
+        return plain_attention(q, k, v, *more)
+
+    monkeypatch.setattr(attention, "torch_attention", watched)
+    out = PackedPlan([70, 9, 30], ROPE, {1: 0, 2: 0}).attend(0, *inputs(109), SCALE)
+    assert [ref.expired() for ref in held] == [False] * 2 + [True] * 4
+    out.sum().backward()
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, 4096])

@@ -1,6 +1,8 @@
 """Parts of a step around the model: cutting an update, what controllers learn, delays, rejected batches, preferences."""
 
 import os
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,7 +41,7 @@ from oppo_megatron.train.logs.meter import RoundTracer, StepClock
 from oppo_megatron.train.reference_pass import UnusableFileError, key_of, missing_answers, read_logprobs, write_logprobs
 from oppo_megatron.train.score_exchange import ScoreReport
 from oppo_megatron.train.supervised_tasks import MarkedPreferences, PairPreferences, Preferences
-from oppo_megatron.train.update import UpdateSettings, each_alone, run_update, update_packing
+from oppo_megatron.train.update import UpdateSettings, divide, each_alone, families, run_update, update_packing
 from oppo_megatron.train.updates import Adaptation
 from tests.unit.test_algorithms_advantages import batch, config, of_ppo
 from tests.unit.test_data_prompts import plain_set
@@ -90,7 +92,83 @@ def test_an_update_reads_each_row_once_within_the_budget(
     for step in zip(*(recorder.steps for recorder in recorders), strict=True):
         rows = [length for replica in step for micro in replica for length in micro.lengths]
         padded += len(rows) * max(rows)
-    assert paired or packing["padding_saved"] == pytest.approx(1 - tokens / padded)
+    assert packing["padding_saved"] == pytest.approx(1 - tokens / padded)
+
+
+def grouped(groups: list[tuple[int, list[int]]], size: int) -> list[Rollout]:
+    """Groups of `size` rollouts (prompt tokens, response tokens of each); a token is its prompt's or its rollout's number."""
+    return [
+        Rollout(Prompt(i := number * size + place, i, "", (-number,) * prompt), i, tokens=[100 * i + k for k in range(length)])
+        for number, (prompt, lengths) in enumerate(groups, 1)
+        for place, length in enumerate(lengths)
+    ]
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    groups=st.integers(2, 4).flatmap(
+        lambda size: st.lists(
+            st.tuples(st.integers(1, 9), st.lists(st.integers(1, 9), min_size=size, max_size=size)), min_size=1, max_size=5
+        )
+    ),
+    replicas=st.integers(1, 3), minibatches=st.integers(1, 2), budget=st.integers(18, 80),
+)  # fmt: skip
+def test_a_group_reads_its_prompt_once_unless_it_is_cut(
+    groups: list[tuple[int, list[int]]], replicas: int, minibatches: int, budget: int
+) -> None:
+    size = len(groups[0][1])
+    batch, base = grouped(groups, size), UpdateSettings(1, minibatches, budget, 4, step=3, device=CPU, group_size=size)
+    numbers_T = torch.tensor([token for rollout in batch for token in rollout.tokens])
+    read: dict[int, list[MicroBatch]] = {}
+    for sharing in (1, size):
+        cut, recorders = replace(base, sharing=sharing), [Recorder(replicas, rank) for rank in range(replicas)]
+        for recorder in recorders:
+            run_update(recorder, batch, {"numbers": numbers_T}, lambda *_: None, cut)
+        read[sharing] = [micro for recorder in recorders for step in recorder.steps for micro in step]
+        packing = update_packing(batch, replicas, cut)
+        tokens = sum(len(micro.tokens_T) for micro in read[sharing])
+        assert all(len(micro.tokens_T) <= budget and len(micro.rows_R) <= budget for micro in read[sharing])
+        assert packing["packing_efficiency"] >= tokens / (len(read[sharing]) * budget) - 1e-9
+        assert sorted(contexts(read[sharing])) == sorted(
+            [*rollout.prompt.tokens, *rollout.tokens[: k + 1]] for rollout in batch for k in range(len(rollout.tokens))
+        )
+        assert all(torch.equal(micro.extra["numbers"], micro.targets_R) for micro in read[sharing])
+    ours, own = (sum(len(micro.tokens_T) for micro in read[sharing]) for sharing in (size, 1))
+    whole = max(prompt + sum(lengths) for prompt, lengths in groups) <= budget
+    assert ours <= own
+    if whole and replicas == 1:
+        assert ours == own - (size - 1) * sum(prompt for prompt, _ in groups), "each prompt is read once"
+
+
+def contexts(micros: list[MicroBatch]) -> Iterator[list[int]]:
+    """For each row, the tokens that its output is computed from, and its target."""
+    for micro in micros:
+        starts = [sum(micro.lengths[:s]) for s in range(len(micro.lengths))]
+        for row, target in zip(micro.rows_R.tolist(), micro.targets_R.tolist(), strict=True):
+            s = max(s for s, start in enumerate(starts) if start <= row)
+            before = micro.prefixes.get(s)
+            first = [] if before is None else micro.tokens_T[starts[before] : starts[before] + micro.lengths[before]].tolist()
+            yield [*first, *micro.tokens_T[starts[s] : row + 1].tolist(), target]
+
+
+def test_groups_are_cut_between_replicas_if_that_balances_them() -> None:
+    batch = grouped([(20, [10] * 4)] * 3, 4)
+    units = [[row] for row in range(12)]
+    assert divide(batch, units, 1, 100, 4) == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]]
+    assert divide(batch, units, 3, 100, 4) == [[[0, 1, 2, 3]], [[4, 5, 6, 7]], [[8, 9, 10, 11]]]
+    halves = divide(batch, units, 2, 100, 4)  # 60 tokens each whole, 40 a half: 120 and 60, or 120 and 120
+    assert max(sum(20 + 10 * len(unit) for unit in part) for part in halves) == 120
+    one = divide(batch[:4], units[:4], 2, 100, 4)
+    assert one == [[[0, 1]], [[2, 3]]] and divide(batch[:4], units[:4], 1, 40, 4) == [[[0, 1], [2, 3]]]
+    assert divide(batch, units, 2, 100, 1) == [[[row] for row in range(k, 12, 2)] for k in (0, 1)]
+
+
+def test_a_prompt_whose_end_was_read_by_other_experts_is_not_shared() -> None:
+    batch = grouped([(3, [2, 2, 2])], 3)
+    for rollout, first in zip(batch, ["AAAA", "AAAA", "BBBB"], strict=True):
+        rollout.routes[:] = [first, "CCCC"]
+    prompt = (-1, -1, -1)
+    assert families(batch, [0, 1, 2], 3) == [(prompt, [batch[0].tokens, batch[1].tokens]), (prompt, [batch[2].tokens])]
 
 
 @pytest.mark.parametrize(("settings", "scores"), [

@@ -11,7 +11,7 @@ from statistics import fmean
 
 import numpy as np
 
-from oppo_megatron.config.derived import minibatch_rows
+from oppo_megatron.config.derived import minibatch_rows, row_tokens
 from oppo_megatron.config.model import TrainingLayoutConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
@@ -188,7 +188,9 @@ class StepWork:
 
     def update(self, model: LaidModel, train: TrainingLayoutConfig) -> Update:
         ppo, share = self.config.ppo, minibatch_rows(self.config) / model.placement.dp
-        batch = Batch(share * self.length, self.length, self.config.runtime.micro_batch_tokens)
+        prompt = self.decoding.prompt_tokens
+        tokens = share * row_tokens(self.config, prompt, self.length - prompt)
+        batch = Batch(tokens, self.length, self.config.runtime.micro_batch_tokens)
         return Update(batch, ppo.epochs * ppo.minibatches, train)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean, linear_regression, median
 from typing import Any
 
-from oppo_megatron.config.derived import minibatch_rows
+from oppo_megatron.config.derived import minibatch_rows, row_tokens
 from oppo_megatron.config.load import load_config
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
@@ -151,7 +151,7 @@ def _with_assumed_updates(costs: StepCosts, config: TrainConfig, prompt_tokens: 
     most, source = batch * config.rollout.max_response_tokens, f"updates: assumed, {FORWARDS} forward passes by the prefill lines"
 
     def seconds(role: str, tokens: int) -> float:
-        each = (batch * prompt_tokens + tokens) / batch * minibatch_rows(config) / training[role].copies
+        each = row_tokens(config, prompt_tokens, tokens / batch) * minibatch_rows(config) / training[role].copies
         count = max(1, ceil(each * training[role].cp / config.runtime.micro_batch_tokens))
         lines = [at_stage(costs.actions.prefill_of(role), stage) for stage in range(serving[role].pp)]
         if training[role].layout != serving[role].layout:  # products divided evenly over the stages and tensor ranks that train
