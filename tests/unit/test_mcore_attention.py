@@ -221,7 +221,7 @@ def test_sequences_that_continue_another_read_it_whole(
     expected = expected[[last[position] for position in range(sum(TREE))]]
     (expected * weights).sum().backward()
     if by_kernel:
-        monkeypatch.setattr(attention, "varlen_kernel", lambda q: by_parts)
+        monkeypatch.setattr(attention, "varlen_kernel", lambda q, cap: by_parts)
     found = PackedPlan(TREE, rope, PREFIXES).attend(0, *given, SCALE, window).float()
     (found * weights).sum().backward()
     tolerance: dict[str, Any] = {"atol": 2e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.04, "rtol": 0.03}
@@ -251,9 +251,9 @@ def test_keys_that_are_joined_are_not_kept_until_the_backward_pass(monkeypatch: 
     held: list[StorageWeakRef] = []
     plain_attention = attention.torch_attention
 
-    def watched(q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Tensor:
+    def watched(q: Tensor, k: Tensor, v: Tensor, *more: Any, **options: Any) -> Tensor:
         held.extend(StorageWeakRef(x.untyped_storage()) for x in (k, v))
-        return plain_attention(q, k, v, *more)
+        return plain_attention(q, k, v, *more, **options)
 
     monkeypatch.setattr(attention, "torch_attention", watched)
     out = PackedPlan([70, 9, 30], ROPE, {1: 0, 2: 0}).attend(0, *inputs(109), SCALE)
