@@ -53,6 +53,7 @@ class MicroBatch:
         """Cut to the stretches of this rank, a multiple of `multiple` tokens."""
         if groups.cp == 1:
             return self
+        assert not self.prefixes, "sequences that share a prompt are not divided (`config.derived.rows_per_prompt`)"
         share = SequenceShare(self.lengths, self.rows, groups.context, self.tokens_T.device, multiple)
         routes = [self.routes[i] for i in share.chosen] if self.routes else ()
         return replace(self, tokens_T=self.tokens_T[share.own_S], rows_R=share.rows_R, routes=routes, share=share)

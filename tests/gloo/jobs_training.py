@@ -67,10 +67,10 @@ class Minibatch:
         mine = part[groups.dp_rank]
         return Minibatch(*([column[i] for i in mine] for column in (self.prompts, self.responses, self.numbers)))
 
-    def pack(self, budget: int = 24) -> list[MicroBatch]:
-        """Neighbours share their prompt, two at most, so that groups of three are cut."""
+    def pack(self, budget: int = 24, sharing: int = 2) -> list[MicroBatch]:
+        """Neighbours share their prompt, `sharing` at most, so that groups of three are cut."""
         alike = [list(rows) for _, rows in groupby(range(len(self.prompts)), self.prompts.__getitem__)]
-        units = [rows[k : k + 2] for rows in alike for k in range(0, len(rows), 2)]
+        units = [rows[k : k + sharing] for rows in alike for k in range(0, len(rows), sharing)]
         batches = pack_together([[(self.prompts[unit[0]], [self.responses[i] for i in unit])] for unit in units], budget, CPU)
         numbers_T, lengths = torch.tensor([x for row in self.numbers for x in row]), [len(row) for row in self.responses]
         for batch, piece in zip(
@@ -121,7 +121,8 @@ def _train_one(
     assert not small or len(trained.ddp[0].bucket_groups) > 3, "gradients are reduced in several buckets"
     optimized = {id(p) for group in trained.optimizer.param_groups for p in group["params"]}
     assert sharded or optimized == set(map(id, params)), "the optimizer's tensors are the model's"
-    reports = [trained.step(batch.share(groups).pack(), loss_of(chunks[0], batch.num_tokens)) for batch in data]
+    sharing = 1 if layout.cp > 1 else 2
+    reports = [trained.step(batch.share(groups).pack(sharing=sharing), loss_of(chunks[0], batch.num_tokens)) for batch in data]
     assert not any(chunk.training for chunk in chunks)
     assert params == [param for chunk in chunks for param in chunk.parameters()]
     plain = len(chunks) == 1 and not layout.sequence_parallel
