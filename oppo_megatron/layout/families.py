@@ -29,6 +29,7 @@ class Traits:
     theta: float = 10000.0
     local_theta: float | None = None  # of RoPE of their own that layers with a window have
     partial: bool = False  # only a part of a head may be rotated
+    rope_kinds: tuple[str, ...] = ()  # all of `ROPE_KINDS`
     tied: bool = False
     norms: Mapping[str, str] = field(default_factory=lambda: BEFORE)
     """Names in files, by places in megatron-core's layer (`*_bda.norm`: before a residual sum)."""
@@ -58,7 +59,9 @@ FAMILIES = {
     "qwen3": Traits("Qwen3", 32768, head_dim=128, qk_norm="head", windowed="some", asks=True),
     "mixtral": Traits("Mixtral", 131072, kv_heads=8, theta=1e6, windowed="all", window=None),
     "qwen3_moe": Traits("Qwen3Moe", 32768, kv_heads=4, qk_norm="head", windowed="all", asks=True),
-    "phi3": Traits("Phi3", 4096, norm_eps=1e-5, joined=True, partial=True, windowed="all", window=None),
+    "phi3": Traits(
+        "Phi3", 4096, norm_eps=1e-5, joined=True, partial=True, rope_kinds=("default", "longrope"), windowed="all", window=None,
+    ),
     "olmo2": Traits("Olmo2", 2048, norm_eps=1e-5, norms=AFTER, qk_norm="width"),
     "gemma2": Traits("Gemma2", 8192, full_every=2, caps={ATTENTION_CAP: 50.0, FINAL_CAP: 30.0}, **_GEMMA),
     "gemma3_text": Traits(
@@ -192,6 +195,9 @@ def faults_of_rope(shape: Shape, head_dim: int) -> Iterator[Fault]:
     if share is not None and not (is_positive(share) and (share == 1 or (partial and share < 1))):
         yield "partial_rotary_factor", share, "be positive and at most 1" if partial else "be 1: the family rotates whole heads"
         return
+    original = shape.get("original_max_position_embeddings")
+    if original is not None and (type(original) is not int or original < 1):
+        yield "original_max_position_embeddings", original, "be a positive integer"
     for rope in ropes(shape):
         kind = rope["rope_type"]
         needed = {"rope_theta": rope["rope_theta"]} | {key: rope.get(key) for key in ROPE_KINDS[kind]}

@@ -41,8 +41,10 @@ def check_use(name: str, shape: Shape, max_context: int, tokenizer_vocab_size: i
         problems.append(f"{name}: hidden_size {hidden} does not divide by its {heads} attention heads; correct config.json")
     if heads % kv_heads:
         problems.append(f"{name}: {heads} attention heads do not divide by {kv_heads} key/value heads; correct config.json")
-    if (turned := families.rotary_dim(shape, head_dim(shape))) % 2:
-        problems.append(f"{name}: head_dim is {head_dim(shape)}, of which {turned} is rotated, in pairs; use an even number")
+    if (turned := families.rotary_dim(shape, head_dim(shape))) % 2 or not turned:
+        problems.append(
+            f"{name}: head_dim is {head_dim(shape)}, of which {turned} is rotated, in pairs; use an even number above 0"
+        )
     longest, vocab = max_positions(shape), shape["vocab_size"]
     if max_context > longest:
         problems.append(
@@ -198,9 +200,10 @@ def _check_rope(name: str, shape: Shape) -> list[str]:
     rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
     if not isinstance(rope, Mapping) or any(not isinstance(rope.get(each) or {}, Mapping) for each in LAYER_TYPES):
         return [f"{name}: its RoPE parameters are {rope!r}, but must be a mapping; correct its config.json"]
+    known = traits(shape).rope_kinds or tuple(families.ROPE_KINDS)
     for kind in (each["rope_type"] for each in families.ropes(shape)):
-        if not isinstance(kind, str) or kind not in families.ROPE_KINDS:
-            return [f"{name}: rope type {kind!r} is not supported; use a model with one of {', '.join(families.ROPE_KINDS)}"]
+        if kind not in known:
+            return [f"{name}: rope type {kind!r} is not supported; use a model with one of {', '.join(known)}"]
     return [
         f"{name}: `{key}` of its RoPE parameters is {value!r:.80}, but must {rule}; correct its config.json"
         for key, value, rule in families.faults_of_rope(shape, head_dim(shape))

@@ -43,8 +43,8 @@ from tests.support.ranks import run_ranks
 JOBS = "tests.gloo.test_losses:"
 
 
-def shards_of(vocab_size: int) -> VocabShards:
-    return VocabShards(dist.group.WORLD, vocab_rows(vocab_size, dist.get_world_size()), vocab_size)
+def shards_of(vocab_size: int, cap: float | None = None) -> VocabShards:
+    return VocabShards(dist.group.WORLD, vocab_rows(vocab_size, dist.get_world_size()), vocab_size, cap)
 
 
 class Case(NamedTuple):
@@ -53,10 +53,11 @@ class Case(NamedTuple):
     targets_R: Tensor
     temperature: float
     weights_2R: Tensor
+    cap: float | None = None
 
 
-def outputs_of(hidden_RH: Tensor, weight_VH: Tensor) -> OutputRows:
-    shards = shards_of(len(weight_VH))
+def outputs_of(hidden_RH: Tensor, weight_VH: Tensor, cap: float | None = None) -> OutputRows:
+    shards = shards_of(len(weight_VH), cap)
     mine_VH = F.pad(weight_VH[shards.first : shards.first + shards.rows], (0, 0, 0, shards.rows - shards.num_tokens))
     return OutputRows(hidden_RH.clone().requires_grad_(), mine_VH.clone().requires_grad_(), shards)
 
@@ -65,7 +66,7 @@ def case_results(case: Case) -> list[dict[str, Tensor]]:
     """Figures and gradients of weights . (log-probs, entropies), whole on every rank, from one slice and from several."""
     found = []
     for width in (128, 5):
-        out = outputs_of(case.hidden_RH, case.weight_VH)
+        out = outputs_of(case.hidden_RH, case.weight_VH, case.cap)
         with mock.patch.object(vocab, "slice_width", lambda *_, width=width, **__: width):
             figures = out.figures(case.targets_R, case.temperature)
             (case.weights_2R * torch.stack(figures[:2])).sum().backward()
@@ -112,7 +113,7 @@ def make_cases() -> dict[str, Case]:
     extreme = case(1.0, 1.0)._replace(hidden_RH=logits, weight_VH=torch.eye(32))
     extreme.targets_R[3] = 20  # all but impossible
     return {"plain": case(2.0, 1.0), "cool": case(2.0, 0.5), "hot": case(1.0, 1.7), "extreme": extreme,
-            "temperature 0 is 1": case(1.0, 0.0), "steep": case(40.0, 1.0),
+            "temperature 0 is 1": case(1.0, 0.0), "steep": case(40.0, 1.0), "capped": case(4.0, 0.7)._replace(cap=3.0),
             "tensor ranks have more rows than tokens": case(2.0, 0.7, size=30)}  # fmt: skip
 
 
@@ -125,6 +126,7 @@ def test_equal_torch_in_float64(tp: int) -> None:
     for place, (name, case) in enumerate(FIGURE_CASES.items()):
         hidden, weight = (each.double().requires_grad_() for each in case[:2])
         logits = hidden @ weight.T
+        logits = logits if case.cap is None else torch.tanh(logits / case.cap) * case.cap
         logq = torch.log_softmax(logits / (case.temperature or 1.0), -1)
         logp = logq.gather(-1, case.targets_R[:, None])[:, 0]
         entropy = torch.special.entr(logq.exp()).sum(-1).detach()

@@ -36,7 +36,7 @@ QWEN: dict[str, Any] = {
     "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
     "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 256,
 }  # fmt: skip
-MISTRAL = {"model_type": "mistral", "architectures": None}
+MISTRAL, PHI = ({"model_type": family, "architectures": None} for family in ("mistral", "phi3"))
 MIXTRAL, QWEN_MOE = ({"model_type": family, "architectures": None} for family in ("mixtral", "qwen3_moe"))
 MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"num_attention_heads": 6}, "hidden_size 64 does not divide by its 6 attention heads"),
@@ -45,10 +45,13 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"vocab_size": 99}, "vocabulary has 99 entries, but the tokenizer gives ids up to 99"),
     ({"model_type": "falcon"}, f"'falcon' is not supported; use one of {', '.join(FAMILIES)} (Qwen2.5"),
     ({"partial_rotary_factor": 0.5}, "`partial_rotary_factor` of its RoPE parameters is 0.5, but must be 1"),
-    ({"model_type": "phi3", "architectures": None, "partial_rotary_factor": 2}, "is 2, but must be positive and at most 1"),
-    ({"model_type": "phi3", "architectures": None, "rope_scaling": {
+    ({**PHI, "partial_rotary_factor": 2}, "is 2, but must be positive and at most 1"),
+    ({**PHI, "rope_scaling": {
         "type": "longrope", "short_factor": [1.0], "long_factor": [2, 2, 2, 2]}},
         "`short_factor` of its RoPE parameters is [1.0], but must be a list of 4 positive numbers"),
+    ({**PHI, "partial_rotary_factor": 0.1}, "head_dim is 8, of which 0 is rotated, in pairs"),
+    ({**PHI, "rope_scaling": {"type": "yarn"}}, "'yarn' is not supported; use a model with one of default, longrope"),
+    ({**PHI, "original_max_position_embeddings": 0}, "`original_max_position_embeddings` of its RoPE parameters is 0"),
     ({"model_type": "gemma2", "architectures": None, "final_logit_softcapping": -1}, "-1, but must be a positive number or null"),
     ({"model_type": "gemma2", "architectures": None, "hidden_activation": "silu"}, "but must be gelu_pytorch_tanh"),
     ({"model_type": "bloom", "n_layer": 2}, "'bloom' is not supported; use one of llama, mistral"),
