@@ -106,7 +106,7 @@ class OutputRows:
     def by_rows(self, read: Callable[..., Tensor], *columns_R: Tensor) -> Tensor:
         """Join read(logits [B, V], each column [B]) of few rows at a time."""
         multiple = row_multiple(self.weight_VH)
-        size = max(1, SLICE_NUMBERS // (self.shards.num_tokens * multiple)) * multiple
+        size = max(1, SLICE_NUMBERS // (self.shards.rows * multiple)) * multiple  # equal on every rank
         weight_VH = self.weight_VH[: self.shards.num_tokens]
         parts = zip(*(each.split(size) for each in self._filled_up(self.hidden_RH, *self._own(*columns_R))), strict=True)
         found = [read(self.shards.capped(F.linear(hidden_BH, weight_VH)), *columns_B) for hidden_BH, *columns_B in parts]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from oppo_megatron.errors import PluginError
 from oppo_megatron.layout.layouts import vocab_rows
 from oppo_megatron.mcore import vocab
 from oppo_megatron.mcore.training import StepReport, TrainedModel
-from oppo_megatron.mcore.vocab import OutputRows, VocabShards
+from oppo_megatron.mcore.vocab import OutputRows, VocabShards, likeliest_share
 from oppo_megatron.mcore.weights.hf_weights import export_weights
 from oppo_megatron.plugins import Plugin
 from oppo_megatron.records import Prompt, Rollout
@@ -71,11 +72,15 @@ def case_results(case: Case) -> list[dict[str, Tensor]]:
             figures = out.figures(case.targets_R, case.temperature)
             (case.weights_2R * torch.stack(figures[:2])).sum().backward()
         assert torch.equal(out.hidden_RH, case.hidden_RH) and not figures.largest_R.requires_grad
+        with mock.patch.object(vocab, "SLICE_NUMBERS", 24):  # fewer rows at a time if ranks have more tokens
+            likeliest_R = out.by_rows(partial(likeliest_share, shards=out.shards), case.targets_R)
         assert out.hidden_RH.grad is not None and out.weight_VH.grad is not None
         by_token = out.shards.gather(out.weight_VH.grad).flatten(0, 1)
         assert not by_token[len(case.weight_VH) :].any()
         gradients = {"hidden": out.shards.add(out.hidden_RH.grad), "weight": by_token[: len(case.weight_VH)]}
-        found.append(gradients | {name: each_R.detach() for name, each_R in figures._asdict().items()})
+        found.append(
+            gradients | {name: each_R.detach() for name, each_R in figures._asdict().items()} | {"likeliest": likeliest_R}
+        )
     return found
 
 
@@ -140,6 +145,9 @@ def test_equal_torch_in_float64(tp: int) -> None:
                 scale = 1 + exact.abs().max() if kind in ("hidden", "weight") else 1 + exact.abs()
                 assert torch.isfinite(found[kind]).all()
                 assert ((found[kind] - exact).abs() / scale).max() < 1e-5, (name, kind)
+            assert torch.equal(
+                found["likeliest"], likeliest_share(logits.detach(), case.targets_R, VocabShards(rows=logits.shape[1]))
+            )
             torch.testing.assert_close(found["largest_R"], logits.abs().amax(-1).float(), rtol=1e-5, atol=1e-5)
         for answer in answers:
             assert all(torch.equal(each, answers[0][place][0][kind]) for kind, each in answer[place][0].items()), "on every rank"
