@@ -173,7 +173,7 @@ def joined(*parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 class CausalSpans:
     """Attention of the last `new` of `reach` positions of each packed sequence to those before them.
 
-    Keys have those of all positions, but sequence s finds its first ones in sequence `prefixes[s]`, if there is one.
+    Keys are given for all positions, but the first keys of sequence s are in sequence `prefixes[s]`, if there is one.
     """
 
     def __init__(self, new: Sequence[int], reach: Sequence[int], device: torch.device, prefixes: Mapping[int, int] = NO_PREFIXES):
