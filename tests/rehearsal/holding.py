@@ -40,7 +40,6 @@ from oppo_megatron.train.roles import TrainedRole
 from oppo_megatron.train.update import UpdateSettings
 from tests.rehearsal import device
 from tests.rehearsal.asking import forked
-from tests.rehearsal.memory_cases import Layout
 from tests.rehearsal.peers import Alone
 from tests.rehearsal.watch import DEVICE, Watch, memory_of
 from tests.support.configs import run_of
@@ -99,12 +98,10 @@ class Span:
 
 
 def answering(peers: Alone) -> Callable[[dict[str, Any]], Any]:
-    """The bytes of each kind that a layout takes, or {"error": why none are known}."""
+    """The bytes of each kind that `role` takes on `rank` by `settings`, or {"error": why none are known}."""
 
     def measured(asked: dict[str, Any]) -> Measured:
-        layout = Layout(**asked)
-        config = run_of(layout.settings())
-        return Measurement(config, layout.role, layout.rank(config), peers).run()
+        return Measurement(run_of(asked["settings"]), asked["role"], asked["rank"], peers).run()
 
     return lambda asked: forked([lambda: measured(asked)])[0]
 

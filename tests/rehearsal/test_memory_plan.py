@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout import activations, role_memory
 from oppo_megatron.layout.activations import Model
 from oppo_megatron.layout.role_memory import train_holdings
@@ -31,17 +32,25 @@ def measurements() -> Iterator[Server]:
 
 
 def measured(measurements: Server, layout: Layout) -> Bytes:
-    told: dict[str, Any] = measurements.answer(asdict(layout))
+    return taken_by(measurements, layout.settings(), layout.role, layout.rank(run_of(layout.settings())))
+
+
+def taken_by(measurements: Server, settings: dict[str, Any], role: str, rank: int) -> Bytes:
+    told: dict[str, Any] = measurements.answer({"settings": settings, "role": role, "rank": rank})
     assert "error" not in told, told["error"]
     return told
 
 
 def planned(layout: Layout) -> Bytes:
-    """Bytes of the layout's role on its rank, by kind, as `oppo train --dry-run` counts them on a GPU."""
     config = run_of(layout.settings())
-    rank, found = layout.rank(config), Bytes()
+    return planned_for(config, layout.role, layout.rank(config))
+
+
+def planned_for(config: TrainConfig, role: str, rank: int) -> Bytes:
+    """Bytes of the role on the rank, by kind, as `oppo train --dry-run` counts them on a GPU."""
+    found = Bytes()
     for held in train_holdings(config, on_cpu=False):
-        if held.rank == rank and held.role.partition(".")[0] == layout.role:
+        if held.rank == rank and held.role.partition(".")[0] == role:
             of_kind = {kind: getattr(held.memory, kind) for kind in LASTING} | held.phases
             of_kind["weights"] += held.memory.copy
             assert held.memory.activations == max(held.phases.values())
