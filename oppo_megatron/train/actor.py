@@ -214,7 +214,11 @@ def forward_batch(
     `budget`: tokens of a micro-batch.  `sharing`: see `UpdateSettings`.
     """
     groups, device = role.trained.model.groups, next(role.trained.model.parameters()).device
-    units = divide(batch, each_alone(range(len(batch))), groups.dp, budget, sharing)[groups.dp_rank]
+    alone = each_alone(range(len(batch)))
+    shares = divide(batch, alone, groups.dp, budget, sharing)
+    if not all(shares):  # whole groups would leave a replica idle, without the shape of an output
+        shares = divide(batch, alone, groups.dp, budget, 1)
+    units = shares[groups.dp_rank]
     micros = micro_batches(role.trained, batch, units, budget, sharing, device)
     outputs = forward_rows(role.trained.chunks, micros, finish)
     if not groups.is_last_stage:

@@ -95,6 +95,17 @@ def test_rounding_takes_no_gradient_from_ratios_of_responses(workspace: Workspac
     assert line["logprob_gap"] > 4e-4 and line["clip_fraction"] == line["lost_gradient_fresh"] == 0
 
 
+def test_fewer_groups_than_replicas_are_corrected(workspace: Workspace) -> None:
+    """A group of three is read cheapest by one replica, and the other must take part in computing its log-probs again."""
+    one = {"rollout.batch_size": 3, "rollout.max_response_tokens": 4, "ppo.minibatches": 1, "ppo.staleness": "decoupled"}
+    by: dict[str, Any] = {"mode": "colocated"}
+    plain, divided = (
+        run_ppo_ranks(grouped(workspace, f"one-group-{dp}", "gspo", 3, **one, placement=by | {"actor": {"dp": dp}}))
+        for dp in (1, 2)
+    )
+    assert_same(divided, plain)
+
+
 @pytest.mark.long
 def test_a_rule_without_a_reference_leaves_no_scorer(workspace: Workspace) -> None:
     config = grouped(workspace, "alone", "dapo", 4, **CARRIED, **BY_RULE)
