@@ -259,10 +259,11 @@ def test_a_processor_decodes_by_a_copy_of_the_products_weights() -> None:
 
 
 def test_kernels_are_counted_for_every_number_of_rows_that_a_role_meets() -> None:
-    """The actor decodes 1 to 16 sequences and reads 160, 192 ... 2048 tokens; its vocabulary's product only decodes."""
+    """The actor decodes 1 to 16 sequences and reads 160, 192 ... 2048 tokens; its vocabulary's product only decodes.
+    Log-probs are made of slices of the vocabulary, of two widths."""
     one = {"placement": {"mode": "single"}, "overlap": {}, "runtime": {"micro_batch_tokens": 2048}}
     kernels = {h.role: h.memory.kernels / 2**19 for h in holdings(on_cpu=True, **one)}
-    assert kernels == {"actor": 4 * (16 + 60) + 16, "reference": 4 * 60 + 60, "critic": 4 * 60}
+    assert kernels == {"actor": 4 * (16 + 60) + 16, "reference": 4 * 60 + 2 * 60, "critic": 4 * 60}
     many = one | {"rollout": {"batch_size": 200, "max_response_tokens": 100}, "runtime": {}}
     kernels = {h.role: h.memory.kernels / 2**19 for h in holdings(on_cpu=True, **many)}
     assert kernels == {"actor": 1024, "reference": 5 * 124, "critic": 4 * 124}, "at most 1024"
@@ -282,10 +283,10 @@ def test_calls_by_hand() -> None:
     )
     long = cached_activations(half, Call(10**4, 0, 10**4)) - cached_activations(half, Call(10**4, 0, 10**5))
     assert long == 0 < MASK_NUMBERS, "a mask is bounded"
-    # of a row its hidden state and 48 logits, in float32 and as computed; then, without that state, with two blocks; to draw
+    # hidden states of tokens and rows, a row's logits and two float32 copies; to draw, without these states
     wide = Model({**SHAPE, "vocab_size": 96 * 64}, 2, "float32")
-    hidden, logits = (1000 * 2 + 1000) * 64 * 4, 1000 * 48 * 64 * 4
-    assert cached_activations(wide, Call(1000, 1000, 12)) == 3 * logits > hidden + logits
+    hidden, logits = (1000 + 1000) * 64 * 4, 1000 * 48 * 64 * 4
+    assert cached_activations(wide, Call(1000, 1000, 12)) == hidden + 3 * logits
     assert cached_activations(wide, Call(1000, 1000, 12, draws=True)) == 3 * logits, "itself, odds, their sum"
     warm = Call(1000, 1000, 12, draws=True, temperature=0.7)
     assert cached_activations(wide, warm) == 4 * logits, "and divided by the temperature"
