@@ -172,7 +172,8 @@ def measurements() -> Iterator[Server]:
 @pytest.mark.long
 @pytest.mark.skipif(compiler() is None, reason="needs g++, for torch's hooks of a CUDA device (Debian: g++)")
 @pytest.mark.parametrize("name", TRAINED)
-def test_every_role_takes_the_planned_memory_at_full_size(name: str, measurements: Server) -> None:
+def test_no_role_takes_more_than_its_planned_memory_at_full_size(name: str, measurements: Server) -> None:
+    """The plan is an upper bound: groups that share their prompts do not fill micro-batches."""
     settings = settings_of(name)
     config: TrainConfig = run_of(settings)
     for role in named_roles(config):
@@ -180,4 +181,5 @@ def test_every_role_takes_the_planned_memory_at_full_size(name: str, measurement
         for stage in {0, placement.pp - 1}:
             rank = placement.rank(0, stage, 0)
             plan, taken = planned_for(config, role, rank), taken_by(measurements, settings, role, rank)
-            assert wrong(plan, taken) == {}, f"{role} on rank {rank}"
+            assert not {kind for kind, (more, less) in wrong(taken, plan).items() if more > less}, f"{role} on rank {rank}"
+            assert plan["weights"] == pytest.approx(taken["weights"], rel=MARGIN)
