@@ -71,7 +71,7 @@ def problem(rng: random.Random) -> dict[str, str]:
 
 def write_inputs(out: Path, size: Mapping[str, Any]) -> None:
     """Write held-out problems (also as the harness's gsm8k), demonstrations, other problems for RL, and a tokenizer."""
-    rng = random.Random(1)  # noqa: S311  (to be drawn again, not to be secret)
+    rng = random.Random(1)  # noqa: S311  (not for secrets)
     rows = iter({row["question"]: row for row in (problem(rng) for _ in range(size["drawn"]))}.values())
     parts = {name: list(islice(rows, size.get(name))) for name in ("heldout", "prompts", "sft")}
     parts |= {"gsm8k/test": parts["heldout"], "gsm8k/train": parts["prompts"][:9]}

@@ -43,7 +43,7 @@ def check_use(name: str, shape: Shape, max_context: int, tokenizer_vocab_size: i
         problems.append(f"{name}: {heads} attention heads do not divide by {kv_heads} key/value heads; correct config.json")
     if (turned := families.rotary_dim(shape, head_dim(shape))) % 2 or not turned:
         problems.append(
-            f"{name}: head_dim is {head_dim(shape)}, of which {turned} is rotated, in pairs; use an even number above 0"
+            f"{name}: head_dim is {head_dim(shape)}, and {turned} numbers of it are rotated, in pairs; use an even number above 0"
         )
     longest, vocab = max_positions(shape), shape["vocab_size"]
     if max_context > longest:

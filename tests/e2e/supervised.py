@@ -27,7 +27,7 @@ from tests.support.configs import run_of
 from tests.support.hf import SIZES, save_tiny, tensors_of
 
 M_MMAP_THRESHOLD = -3
-"""Of malloc.h."""
+"""The option of malloc.h."""
 COMMANDS = {"prm": "rm", "kto": "dpo"}
 """The commands of kinds that a setting selects."""
 

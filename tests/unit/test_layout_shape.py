@@ -49,7 +49,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ({**PHI, "rope_scaling": {
         "type": "longrope", "short_factor": [1.0], "long_factor": [2, 2, 2, 2]}},
         "`short_factor` of its RoPE parameters is [1.0], but must be a list of 4 positive numbers"),
-    ({**PHI, "partial_rotary_factor": 0.1}, "head_dim is 8, of which 0 is rotated, in pairs"),
+    ({**PHI, "partial_rotary_factor": 0.1}, "head_dim is 8, and 0 numbers of it are rotated, in pairs"),
     ({**PHI, "rope_scaling": {"type": "yarn"}}, "'yarn' is not supported; use a model with one of default, longrope"),
     ({**PHI, "original_max_position_embeddings": 0}, "`original_max_position_embeddings` of its RoPE parameters is 0"),
     ({"model_type": "gemma2", "architectures": None, "final_logit_softcapping": -1}, "-1, but must be a positive number or null"),

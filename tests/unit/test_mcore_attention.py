@@ -196,7 +196,7 @@ def by_ends(
 
 
 TREE, PREFIXES = [5, 70, 9, 1, 66, 3, 2], {2: 1, 3: 1, 4: 1, 6: 5}
-"""Sequences, of which some continue others."""
+"""Some sequences continue others."""
 POSITIONS = [
     [*range(5)],
     *([*range(5, 75), *own] for own in ([], range(75, 84), [84], range(85, 151))),

@@ -164,7 +164,7 @@ def test_a_chain_takes_the_sum_and_calls_on_ranks_of_their_own_the_longest() -> 
 
 
 def test_a_plan_is_played_as_by_the_algorithm_of_the_paper() -> None:
-    """Its times equal those of the player of published plans; no rank is used twice at once; weights move after training."""
+    """Its times equal the published plans' player's; no rank is used twice at once; weights move after training."""
     prices = prices_of(tree(PPO), Cluster(2, 2, GPUS["h100"], INSIDE["h100"], NETWORK))
     ends = iter([False] * 400)
     plan = FlowSearch(prices, is_over=lambda: next(ends, True)).find()
