@@ -38,7 +38,7 @@ SHOWN_ROWS = 20
 TASK_SETTINGS = "settings.json"
 TASKS_ENTRY = "oppo_megatron.evaluation.tasks:run_rank"
 WITHOUT_TASKS = (
-    "verifier", "reward_model", "function", "url", "rewards", "template", "as_chat", "max_tokens", "temperature", "top_k",
+    "verifier", "reward_model", "function", "url", "rewards", "template", "max_tokens", "temperature", "top_k",
     "top_p", "stop", "stop_id", "max_prompt_tokens", "column", "system",
 )  # fmt: skip
 ANSWER = itemgetter("row", "sample", "prompt", "response", "finish_reason", "tokens", "fields")
@@ -140,7 +140,8 @@ def _measure_tasks(args: argparse.Namespace) -> int:
         requests = [_task_request(args, directory) for directory in args.directory]
         tasks = find_tasks(args.tasks, args.task_data, "--task-data", read=True)
         policies = [{"policy": each.policy.summary, "context": each.max_length} for each in requests]
-        settings = {"policies": policies, "dtype": args.dtype, "max_prompts": args.max_prompts, "tasks": tasks}
+        options = {"limit": args.max_prompts, "as_chat": args.as_chat}
+        settings = {"policies": policies, "dtype": args.dtype, "tasks": tasks, **options}
         if (known := folder / TASK_SETTINGS).exists() and read_json(known.read_text(encoding="utf-8")) != settings:
             raise ConfigError(f"{known} is not of these policies, tasks and options; name another --out, or remove its files")
         folder.mkdir(parents=True, exist_ok=True)
@@ -148,12 +149,12 @@ def _measure_tasks(args: argparse.Namespace) -> int:
         for place, request in enumerate(requests):
             left = {f"{name}-{place}": tasks[name] for name in tasks if not (folder / f"{name}-{place}.json").exists()}
             _tell(f"{request.policy.summary}: {len(left)} of {len(tasks)} tasks to measure")
-            request = replace(request, to=OutputFile(folder, {"tasks": left, "limit": args.max_prompts}))
+            request = replace(request, to=OutputFile(folder, {"tasks": left, **options}))
             if left and (code := launch("eval", request, request.parallel.num_ranks, TASKS_ENTRY)):
                 return code
         measured = [Measured(str(of), (), (), _figures(folder, place, tasks)) for place, of in enumerate(args.directory)]
     metrics = list(measured[0].found)
-    record = as_json(measured, metrics, {"tasks": list(tasks), "max_prompts": args.max_prompts})
+    record = as_json(measured, metrics, {"tasks": list(tasks), "max_prompts": args.max_prompts, "as_chat": args.as_chat})
     if args.out is not None:
         write_json(args.out / "eval.json", record)
     print(json.dumps(record) if args.json else as_table(measured, metrics))

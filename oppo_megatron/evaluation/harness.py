@@ -22,6 +22,7 @@ class PolicyLM(TemplateLM):
     """On the rank that leads.  As in the harness, prompts that are too long lose their beginning; `tell` gets a warning."""
 
     eot_token_id = prefix_token_id = -1  # abstract in the base; set below
+    tokenizer_name = ""  # read for chats, to name a cache of requests that is off
 
     def __init__(self, policy: LoadedPolicy, num_slots: int, tell: Callable[[str], None]):
         super().__init__()
@@ -32,6 +33,11 @@ class PolicyLM(TemplateLM):
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         return self._text.encode(string) if add_special_tokens is False else encode_prompt(self._text, string)
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Without a generation prompt, the last message is the beginning of an answer."""
+        text, begun = self._text.chat.render(chat_history, generation_prompt=add_generation_prompt), chat_history[-1]["content"]
+        return text if add_generation_prompt else text[: text.rindex(begun.strip()) + len(begun.strip())]
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any) -> list[tuple[float, bool]]:
         pairs, found, room = [], list[tuple[float, bool]](), self.max_length + 1  # the last token is not read

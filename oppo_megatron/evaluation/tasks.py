@@ -95,9 +95,13 @@ def load_task(config: TaskConfig) -> Any:
 
 
 def measure_tasks(
-    tasks: Mapping[str, TaskConfig], policy: LoadedPolicy, num_slots: int, limit: int | None, tell: Callable[[str], None]
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each task's name and result on the rank that leads: shots, versions and `metrics`.  Collective."""
+    tasks: Mapping[str, TaskConfig], policy: LoadedPolicy, num_slots: int, limit: int | None, tell: Callable[[str], None],
+    *, as_chat: bool = False,
+) -> Iterator[tuple[str, dict[str, Any]]]:  # fmt: skip
+    """Yield each task's name and result on the rank that leads: shots, versions and `metrics`.  Collective.
+
+    `as_chat`: put prompts into the policy's chat template, each example as two turns.
+    """
     if not policy.leads:
         while policy.answer(None) is not None:
             pass
@@ -113,7 +117,8 @@ def measure_tasks(
                 tell(f"{name}: {line}")
 
             task, lm = load_task(config), PolicyLM(policy, num_slots, say)
-            found = lm_eval.evaluate(lm, {"tasks": {task.task_name: task}}, limit=limit)
+            chat = {"apply_chat_template": as_chat, "fewshot_as_multiturn": as_chat}
+            found = lm_eval.evaluate(lm, {"tasks": {task.task_name: task}}, limit=limit, **chat)
             about = {"lm_eval": lm_eval.__version__, "version": task.VERSION, "shots": task.get_config("num_fewshot")}
             yield name, {**about, "metrics": dict(_metrics(found))}
     finally:
@@ -149,6 +154,7 @@ def run_rank(kind: str, request: Request) -> int:
         tokenizer, place, to = policy_tokenizer(request.policy), build_place(world, request.parallel), request.to
         assert isinstance(to, OutputFile)
         policy = load_policy(request.policy, place, request.runtime, tokenizer, request.max_length)
-        for name, result in measure_tasks(to.settings["tasks"], policy, request.num_slots, to.settings["limit"], to_stderr):
+        tasks, limit, as_chat = (to.settings[key] for key in ("tasks", "limit", "as_chat"))
+        for name, result in measure_tasks(tasks, policy, request.num_slots, limit, to_stderr, as_chat=as_chat):
             write_json(to.path / f"{name}.json", result)
     return 0

@@ -126,7 +126,7 @@ def _worded(text: str, wording: Wording, tokenizer: Tokenizer, variables: Callab
         except NoChatTemplateError as error:
             raise ConfigError(
                 "--chat and --as-chat put turns into a chat template, and the policy's tokenizer has none; give one with "
-                "--chat-template, or ask with --prompt as it is"
+                "--chat-template, or leave the option out"
             ) from error
     return wording.template.replace("{prompt}", text)
 

@@ -12,6 +12,10 @@ from tests.support.tokenizers import save_byte_level
 
 WORDS = "the cat dog sun tree water plant rock stone light heat moves grows falls eats burns melts cold warm red blue".split()
 ROWS = 12
+TEMPLATE = (
+    "{% for message in messages %}<|turn|>{{ message.role }}: {{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant:{% endif %}"
+)
 
 
 def sentence(rng: random.Random, least: int = 3, most: int = 8) -> str:
@@ -74,7 +78,7 @@ def write_data(folder: Path) -> Path:
 def write_policy(folder: Path, seed: int = 0) -> Path:
     rng = random.Random(8)
     texts = [sentence(rng) + "?" for _ in range(200)] + [gsm8k(rng)["answer"] for _ in range(40)]
-    save_byte_level(folder, texts, 512, pad_token="<|end|>")
+    save_byte_level(folder, texts, 512, pad_token="<|end|>", chat_template=TEMPLATE)
     tiny_config("qwen2").save_pretrained(folder)  # transformers chooses the tokenizer's class by it
     largest = max(AutoTokenizer.from_pretrained(folder).get_vocab().values())
     save_tiny(folder, "qwen2", seed=seed, vocab_size=largest + 1, max_position_embeddings=2048)

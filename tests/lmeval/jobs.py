@@ -21,7 +21,7 @@ def responses_of(found: Any) -> Responses:
     return {name: [(each["filter"], each["doc_id"], each["resps"]) for each in rows] for name, rows in found["samples"].items()}
 
 
-def measured(directory: Path, tasks: dict[str, TaskConfig], layout: tuple[int, int, int], context: int) -> Any:
+def measured(directory: Path, tasks: dict[str, TaskConfig], layout: tuple[int, int, int], context: int, as_chat: bool) -> Any:
     """On the rank that leads: responses, figures and warnings; None elsewhere."""
     seen, told, evaluate = Responses(), list[str](), lm_eval.evaluate
 
@@ -39,7 +39,7 @@ def measured(directory: Path, tasks: dict[str, TaskConfig], layout: tuple[int, i
         policy = find_policy(directory)
         runtime = RuntimeConfig(micro_batch_tokens=1500).with_threads(1)
         loaded = load_policy(policy, place, runtime, policy_tokenizer(policy), context)
-        results = dict(measure_tasks(tasks, loaded, 4, None, told.append))
+        results = dict(measure_tasks(tasks, loaded, 4, None, told.append, as_chat=as_chat))
     finally:
         lm_eval.evaluate = evaluate
     return (seen, results, told) if results else None

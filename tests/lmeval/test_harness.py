@@ -16,8 +16,8 @@ from tests.lmeval.data import write_data, write_policy
 from tests.lmeval.jobs import responses_of
 from tests.support.ranks import run_ranks
 
-CONTEXTS = {"whole": 2048, "cut": 400}
-"""Tokens; the smaller one cuts prompts with examples."""
+CASES = {"whole": (2048, False), "cut": (400, False), "chat": (2048, True)}
+"""Tokens of the context, the smaller one cuts prompts with examples; whether prompts are put into a chat template."""
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +30,14 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TaskConfig]:
     return find_tasks(["paper"], write_data(tmp_path_factory.mktemp("data")), "--task-data", read=True)
 
 
-@pytest.fixture(scope="module", params=CONTEXTS)
+@pytest.fixture(scope="module", params=CASES)
 def reference(request: pytest.FixtureRequest, policy: Path, tasks: dict[str, TaskConfig]) -> Any:
-    context = CONTEXTS[request.param]
+    context, as_chat = CASES[request.param]
     model = HFLM(pretrained=str(policy), device="cpu", dtype="float32", batch_size=4, max_length=context)
     loaded = [load_task(config) for config in tasks.values()]
-    return context, lm_eval.simple_evaluate(model, tasks=loaded, task_manager=TaskManager(include_defaults=False))
+    harness = TaskManager(include_defaults=False)
+    found = lm_eval.simple_evaluate(model, tasks=loaded, task_manager=harness, apply_chat_template=as_chat)
+    return context, as_chat, found
 
 
 def numbers(response: Any) -> tuple[float, bool]:
@@ -47,9 +49,11 @@ def numbers(response: Any) -> tuple[float, bool]:
 def test_answers_and_figures_are_those_of_the_harness_own_model(
     reference: Any, policy: Path, tasks: dict[str, TaskConfig], layout: tuple[int, int, int]
 ) -> None:
-    context, expected = reference
+    context, as_chat, expected = reference
     ranks = layout[0] * layout[1] * layout[2]
-    found = run_ranks(ranks, "tests.lmeval.jobs:measured", directory=policy, tasks=tasks, layout=layout, context=context)
+    found = run_ranks(
+        ranks, "tests.lmeval.jobs:measured", directory=policy, tasks=tasks, layout=layout, context=context, as_chat=as_chat
+    )
     ((responses, results, told),) = [each for each in found if each is not None]
     theirs = responses_of(expected)
     assert results.keys() == tasks.keys() and responses.keys() == theirs.keys()
@@ -75,4 +79,4 @@ def test_answers_and_figures_are_those_of_the_harness_own_model(
             assert figure["mean"] == pytest.approx(figures[f"{metric},{filtered or 'none'}"], abs=1e-6)
             assert figure["error"] == pytest.approx(figures[f"{metric}_stderr,{filtered or 'none'}"], abs=1e-6)
             assert len(figure["documents"]) == 12
-    assert any("WARNING" in line for line in told) == (context == CONTEXTS["cut"])
+    assert any("WARNING" in line for line in told) == (context == 400)
