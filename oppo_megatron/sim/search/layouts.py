@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from oppo_megatron.config.derived import batch_rows, members, minibatch_parts, most_sequences
+from oppo_megatron.config.derived import batch_rows, max_context, members, minibatch_parts, most_sequences
 from oppo_megatron.config.model import RoleConfig, TrainedRoleConfig, TrainingLayoutConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.layout.checks import serving_problems
@@ -97,6 +97,10 @@ class _Observed(VirtualRun):
 MOST_STAGES = 8
 VIRTUAL = (1, 2, 4)
 """Virtual stages per rank that are tried."""
+SHARED = (1, 2, 4, 8)
+"""Ranks that are tried to share a sequence."""
+LEAST_SHARE = 4096
+"""Tokens of the longest sequence that a rank keeps if others share it."""
 NOTHING: list[Any] = [(None, 0)]
 RECOMPUTED: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
 
@@ -298,7 +302,8 @@ class PriceTable:
 
     def _trainings(self, role: str, size: int, own: TrainingLayoutConfig) -> Iterator[TrainingLayoutConfig]:
         limits = model_limits(self._shapes[role], minibatch_parts(self.config))
-        for sizes in layouts_of(size, limits, interleaved=True, cp=own.cp):
+        shared = [cp for cp in SHARED if size % cp == 0 and (cp == 1 or max_context(self.config) >= cp * LEAST_SHARE)]
+        for sizes in (sizes for cp in shared for sizes in layouts_of(size, limits, interleaved=True, cp=cp)):
             # Sequence parallelism takes less time and less memory; gloo lacks its collectives.
             sequence_parallel = sizes.tp > 1 and (own.sequence_parallel or not self.cluster.gpu.on_cpu)
             for recompute in RECOMPUTED if self._is_tried(sizes) else ():
