@@ -7,7 +7,7 @@ from math import ceil
 
 from oppo_megatron.config.model import LoraConfig, TrainingLayoutConfig
 from oppo_megatron.layout.experts import experts_of, ffn_width
-from oppo_megatron.layout.families import caps, is_tied, traits
+from oppo_megatron.layout.families import composes_attention, is_tied, traits
 from oppo_megatron.layout.layouts import Sizes, vocab_rows
 from oppo_megatron.layout.memory import FP32, table_bytes
 from oppo_megatron.layout.shape import DTYPE_BYTES, Shape, head_dim, num_kv_heads
@@ -17,8 +17,8 @@ MASK_NUMBERS = 2**25
 SLICE_NUMBERS, CACHED_NUMBERS = 2**26, 2**17
 """Most logits that log-probs make at once (`mcore/vocab.py`), and of a block in a CPU's cache."""
 SLICE_MULTIPLE = 128
-CAPPED_NUMBERS = 2**24
-"""Most logits of attention that are computed at once under a soft cap without a kernel (`mcore/attention.py`)."""
+COMPOSED_NUMBERS = 2**24
+"""Most logits of attention that are computed at once under a soft cap or sinks without a kernel (`mcore/attention.py`)."""
 PIECE = 128
 """Queries of a masked piece whose keys are not bounded by a window (`mcore/attention.py`)."""
 DRAWN_BLOCK = 64
@@ -97,7 +97,7 @@ class Model:
 
     @property
     def repeats_keys(self) -> bool:
-        return not self.on_cpu and self.dtype == "float32" and self.repeat > 1 and caps(self.shape)[0] is None
+        return not self.on_cpu and self.dtype == "float32" and self.repeat > 1 and not composes_attention(self.shape)
 
     def kept_of_layer(self, train: TrainingLayoutConfig) -> tuple[float, float]:
         """Elements of a layer that a backward pass needs, and those kept until then.
@@ -145,13 +145,13 @@ class Model:
             attention += 0 if train.recompute == "none" else tokens * 2 * (train.cp + 0.5) * self.key
             masks = PIECE if self.on_cpu else tokens if self.dtype == "float32" else 0  # for each position of a sequence
             attention += masks * tokens * train.cp
-        return max(max(down, gates, up, sums, attention) * self.width, norms, self.capped(tokens, tokens, made=6))
+        return max(max(down, gates, up, sums, attention) * self.width, norms, self.composed(tokens, tokens, made=6))
 
-    def capped(self, tokens: int, context: int, made: int = 3) -> float:
-        """Bytes of attention's soft-capped logits without a kernel, `made` float32 numbers each."""
-        if caps(self.shape)[0] is None:
+    def composed(self, tokens: int, context: int, made: int = 3) -> float:
+        """Bytes of attention's logits without a kernel that takes soft caps or sinks, `made` float32 numbers each."""
+        if not composes_attention(self.shape):
             return 0.0
-        return made * FP32 * min(self.query / head_dim(self.shape) * tokens * context, CAPPED_NUMBERS)
+        return made * FP32 * min(self.query / head_dim(self.shape) * tokens * context, COMPOSED_NUMBERS)
 
     def loss(self, rows: int) -> float:
         """Bytes from the final norm to the gradient of hidden states."""
@@ -250,17 +250,17 @@ def _in_layers(model: Model, call: Call) -> float:
 def _attention_extras(model: Model, call: Call) -> tuple[float, float, float]:
     """Bytes kept across layers, made in each, and of a new token's repeated keys and values."""
     repeated = 2 * model.query * model.width if model.repeats_keys else 0.0
-    capped = model.capped(call.tokens, call.context)
+    composed = model.composed(call.tokens, call.context)
     if call.draws:
-        return 0.0, call.tokens * repeated + capped, 0.0
+        return 0.0, call.tokens * repeated + composed, 0.0
     numbers = call.tokens * model.repeat * call.context
     beyond = 0.0 if numbers <= MASK_NUMBERS else 1 - MASK_NUMBERS / numbers
     if model.on_cpu:  # a mask per sequence
-        kept, mask = float(call.tokens * call.context * model.width), capped
+        kept, mask = float(call.tokens * call.context * model.width), composed
     else:  # a mask per query head of a group, made in each layer or the first
         bounded = min(MASK_NUMBERS, numbers)
         made = (model.width + 1) / model.repeat if model.repeat > 1 else 1
-        kept, mask = float(bounded * model.width), bounded * made + capped
+        kept, mask = float(bounded * model.width), bounded * made + composed
     return kept, mask + beyond * call.tokens * repeated, repeated
 
 

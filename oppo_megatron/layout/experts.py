@@ -9,31 +9,40 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Experts:
-    """A router chooses `active` of `count` feed-forwards for each token; `normalised`: their weights sum to 1."""
+    """A router chooses `active` of `count` feed-forwards for each token; `normalised`: their weights sum to 1.
+
+    `clamp`: limit and gain of a clamped activation (`mcore.layers.gated`).
+    """
 
     count: int
     active: int
     ffn_size: int
     normalised: bool
+    clamp: tuple[float, float] | None = None
 
 
 MOST_EXPERTS = 255
 EXPERTS = {
     "mixtral": ("num_local_experts", 8, 2, "intermediate_size", 14336),
     "qwen3_moe": ("num_experts", 128, 8, "moe_intermediate_size", 768),
+    "gpt_oss": ("num_local_experts", 128, 4, "intermediate_size", 2880),
 }
 """Per family: key and default of the number of experts, default of `num_experts_per_tok`, key and default of their width."""
+TURNED = ("gpt_oss",)
+"""Families with clamped experts, whose files have their matrices transposed, with rows of gate and up in turn."""
 
 
 def experts_of(shape: Mapping[str, Any]) -> Experts | None:
     if shape["model_type"] not in EXPERTS:
         return None
     count_key, count, active, width_key, width = EXPERTS[shape["model_type"]]
+    limits = float(shape.get("swiglu_limit", 7.0)), float(shape.get("swiglu_alpha", 1.702))
     return Experts(
         count=int(shape.get(count_key) or shape.get("num_local_experts") or count),
         active=int(shape.get("num_experts_per_tok") or active),
         ffn_size=int(shape.get(width_key) or width),
-        normalised=shape["model_type"] == "mixtral" or bool(shape.get("norm_topk_prob")),
+        normalised=shape["model_type"] in ("mixtral", "gpt_oss") or bool(shape.get("norm_topk_prob")),
+        clamp=limits if shape["model_type"] in TURNED else None,
     )
 
 

@@ -30,12 +30,15 @@ class Traits:
     local_theta: float | None = None  # of RoPE of their own that layers with a window have
     partial: bool = False  # only a part of a head may be rotated
     rope_kinds: tuple[str, ...] = ()  # all of `ROPE_KINDS`
+    rope: Shape = field(default_factory=dict)
     tied: bool = False
     norms: Mapping[str, str] = field(default_factory=lambda: BEFORE)
     """Names in files, by places in megatron-core's layer (`*_bda.norm`: before a residual sum)."""
     norm_offset: float = 0.0  # added to the stored weights of norms
     qk_norm: Literal["", "head", "width"] = ""  # of each head, or over the whole width of queries and of keys
     qkv_bias: bool = False
+    biased: bool = False  # the output projection, routers and experts too
+    sinks: bool = False  # a learned logit per query head, of a key without a value
     activation: tuple[str, str] = ("hidden_act", "silu")  # key and value
     joined: bool = False  # files join queries, keys and values, and gate and up
     windowed: Literal["no", "all", "some"] = "no"
@@ -67,6 +70,11 @@ FAMILIES = {
     "gemma3_text": Traits(
         "Gemma3", 131072, "Gemma3Text", theta=1e6, local_theta=10000.0, qk_norm="head", full_every=6, caps={FINAL_CAP: None},
         **_GEMMA,
+    ),
+    "gpt_oss": Traits(
+        "GptOss", 131072, kv_heads=8, head_dim=64, norm_eps=1e-5, theta=150000.0, qkv_bias=True, biased=True, sinks=True,
+        rope={"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096},
+        windowed="some", full_every=2, window=128,
     ),
 }  # fmt: skip
 LISTED = f"{', '.join(FAMILIES)} (Qwen2.5 is qwen2, Phi-4 is phi3)"
@@ -106,6 +114,11 @@ def caps(shape: Shape) -> tuple[float | None, float | None]:
     return attention, final
 
 
+def composes_attention(shape: Shape) -> bool:
+    """True if torch's own attention lacks what the family's has: a soft cap or sinks."""
+    return caps(shape)[0] is not None or traits(shape).sinks
+
+
 def windows(shape: Shape) -> list[int | None]:
     """Tokens each layer attends to, own included; None: all before."""
     row, layers = traits(shape), shape["num_hidden_layers"]
@@ -133,7 +146,7 @@ def ropes(shape: Shape) -> list[dict[str, Any]]:
     """RoPE parameters; a second set, of layers with a window, if these have their own."""
     row, given = traits(shape), shape.get("rope_parameters") or {}
     if row.local_theta is None:
-        return [_rope(given or shape.get("rope_scaling") or {}, shape.get("rope_theta", row.theta))]
+        return [_rope(given or shape.get("rope_scaling") or row.rope, shape.get("rope_theta", row.theta))]
     main = given.get(FULL) or shape.get("rope_scaling") or {}
     local = shape.get("rope_local_base_freq", row.local_theta)
     return [_rope(main, shape.get("rope_theta", row.theta)), _rope(given.get(SLIDING) or {}, local)]
@@ -163,7 +176,7 @@ def faults_of_family(shape: Shape) -> Iterator[Fault]:
         yield key, shape[key], f"be {value}, the family's own activation"
     if shape.get("use_bidirectional_attention"):
         yield "use_bidirectional_attention", shape["use_bidirectional_attention"], "be false, because attention is causal"
-    for name in (*CAPS, "query_pre_attn_scalar"):
+    for name in (*CAPS, "query_pre_attn_scalar", "swiglu_limit", "swiglu_alpha"):
         if shape.get(name) is not None and not is_positive(shape[name]):
             yield name, shape[name], "be a positive number" + (" or null" if name in CAPS else "")
     if row.windowed != "no":

@@ -7,12 +7,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 from oppo_megatron.config.model import LoraConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.experts import DOWN, GATE_UP, Region, size_apart, tensors_apart
+from oppo_megatron.layout.experts import DOWN, GATE_UP, TURNED, Region, size_apart, tensors_apart
 from oppo_megatron.layout.shape import ROWS_OF_SUMS, ModelShape, projections
 
 Head = Literal["lm", "scalar"]
@@ -25,7 +25,8 @@ SCALAR_HEAD = "score.weight"
 class Part:
     """A Hugging Face tensor, cut evenly along `cut` over the tensor ranks (None: whole), in the ranges `rows` of `param`.
 
-    If the ranks do not divide the vocabulary, the last share is smaller and its remaining rows are zero.
+    If the ranks do not divide the vocabulary, the last share is smaller and its remaining rows are zero.  `turned`: matrices are
+    transposed in files; `mixed`: rows of gate and up lie there in turn (`TURNED`).
     """
 
     hf_name: str
@@ -33,6 +34,8 @@ class Part:
     cut: int | None
     param: str
     rows: tuple[slice, ...]
+    turned: bool = False
+    mixed: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -55,6 +58,14 @@ class Part:
                 found.append(slice(low, high))
             first += rows.stop - rows.start
         return found
+
+    def as_param(self, share: Any) -> Any:
+        share = share.transpose(1, 2) if self.turned else share
+        return share.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if self.mixed else share
+
+    def as_filed(self, rows: Any) -> Any:
+        rows = rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2) if self.mixed else rows
+        return rows.transpose(1, 2).contiguous() if self.turned else rows
 
 
 def stage_parts(shape: ModelShape, head: Head, *, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1) -> list[Part]:
@@ -115,8 +126,8 @@ def param_shapes(parts: Sequence[Part], tp_size: int = 1) -> dict[str, tuple[int
     shapes: dict[str, tuple[int, ...]] = {}
     for part in parts:
         rows, *_ = shapes.get(part.param, (0,))
-        columns = (region.stop - region.start for region in part.share(0, tp_size)[1:])
-        shapes[part.param] = (rows + part.num_rows, *columns)
+        columns = [region.stop - region.start for region in part.share(0, tp_size)[1:]]
+        shapes[part.param] = (rows + part.num_rows, *(reversed(columns) if part.turned else columns))
     return shapes
 
 
@@ -159,14 +170,25 @@ def _layer_parts(shape: ModelShape, tp_size: int, hf: str, ours: str) -> list[Pa
         for x in "qk":
             size, cut = (head_dim, None) if row.qk_norm == "head" else (heads[x][0] * head_dim, 0)
             parts.append(_part(f"{hf_attention}{x}_norm.weight", (size,), cut, f"{attention}{x}_layernorm.weight", tp_size))
+    if row.biased:
+        parts.append(_part(f"{hf_attention}o_proj.bias", (hidden,), None, f"{attention}linear_proj.bias", tp_size))
+    if row.sinks:
+        parts.append(_part(f"{hf_attention}sinks", (shape.num_heads,), 0, f"{attention}core_attention.softmax_offset", tp_size))
     if (experts := shape.experts) is not None:
-        gate_up, down = (experts.count, 2 * experts.ffn_size, hidden), (experts.count, hidden, experts.ffn_size)
-        return [
-            *parts,
-            _part(f"{hf}mlp.gate.weight", (experts.count, hidden), None, f"{ours}mlp.router", tp_size),
-            _part(f"{hf}{GATE_UP}", gate_up, 0, f"{ours}mlp.gate_up", tp_size),
-            _part(f"{hf}{DOWN}", down, 0, f"{ours}mlp.down", tp_size),
-        ]
+        count, turned = experts.count, shape.family in TURNED
+        router = f"{hf}mlp.{'router' if turned else 'gate'}"
+        parts.append(_part(f"{router}.weight", (count, hidden), None, f"{ours}mlp.router", tp_size))
+        if row.biased:
+            parts.append(_part(f"{router}.bias", (count,), None, f"{ours}mlp.router_bias", tp_size))
+        width = experts.ffn_size
+        for name, own, (out, into) in ((GATE_UP, "gate_up", (2 * width, hidden)), (DOWN, "down", (hidden, width))):
+            size, mixed = (into, out) if turned else (out, into), turned and name == GATE_UP
+            matrix = _part(f"{hf}{name}", (count, *size), 0, f"{ours}mlp.{own}", tp_size)
+            parts.append(replace(matrix, turned=turned, mixed=mixed))
+            if row.biased:
+                bias = _part(f"{hf}{name}_bias", (count, out), 0, f"{ours}mlp.{own}_bias", tp_size)
+                parts.append(replace(bias, mixed=mixed))
+        return parts
     return [
         *parts,
         Part(f"{hf}mlp.gate_proj.weight", (ffn, hidden), 0, fc1, (slice(0, gate),)),
@@ -244,7 +266,7 @@ UNKNOWN = {
     r"\w+_scale|\w+_zero_point)$": "It belongs to quantised weights: use the checkpoint that is not quantised.",
     r"(^|\.)(v_head|value_head)\.": f"It is of a value head, which is read under the name {SCALAR_HEAD} only: remove it from the "
     "file, by loading the model with transformers and save_pretrained.",
-    r"\.bias$": "Only biases of Qwen2's queries, keys and values are computed: use a model without others.",
+    r"\.bias$": "Only biases of Qwen2's queries, keys and values and of GPT-OSS are computed: use a model without others.",
     "": WHOLE,
 }
 """Remedies for unexpected tensors; the first match counts."""

@@ -106,9 +106,10 @@ def check_model(name: str, shape: Shape) -> list[str]:
     if architectures and (not isinstance(architectures, list) or architectures[0] not in supported):
         shown = architectures[0] if isinstance(architectures, list) else repr(architectures)
         problems.append(f"{name}: architecture {shown} is not supported; use a list of one of {', '.join(supported)}")
-    for key in ("attention_bias", "mlp_bias"):
-        if shape.get(key):
-            problems.append(f"{name}: {key} is true, but only Qwen2's own biases are computed; use a model without it")
+    for key, due in (("attention_bias", traits(shape).biased), ("mlp_bias", False)):
+        if bool(shape.get(key, due)) != due:
+            own = "GPT-OSS is computed with its" if due else "only Qwen2's and GPT-OSS's own biases are computed"
+            problems.append(f"{name}: {key} is {str(not due).lower()}, but {own}; use a model with{'' if due else 'out'} it")
     for key in (*REQUIRED, *OPTIONAL_SIZES):
         size = shape.get(key)
         if size is None and key in OPTIONAL_SIZES:

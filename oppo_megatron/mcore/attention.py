@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from oppo_megatron.layout.activations import CAPPED_NUMBERS, PIECE
+from oppo_megatron.layout.activations import COMPOSED_NUMBERS, PIECE
 from oppo_megatron.layout.families import LAYER_TYPES
 from oppo_megatron.layout.kernels import FLASH, usable
 from oppo_megatron.layout.shape import ModelShape
@@ -63,12 +63,13 @@ def apply_rope(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
 
 
 class Reading(NamedTuple):
-    """How a layer attends: the scale of its logits, tokens it reads (own included), their soft cap, its RoPE table."""
+    """How a layer attends: the scale of its logits, tokens it reads (own included), their soft cap, its RoPE table, sinks."""
 
     scale: float
     window: int | None = None
     cap: float | None = None
     table: int = 0
+    sinks: Tensor | None = None
 
 
 LEAST_CAPABILITY = (8, 0)  # of GPUs that flash-attn and Triton's bfloat16 need
@@ -94,8 +95,11 @@ def pieces(new: int, reach: int, window: int | None, size: int) -> Iterator[tupl
 Ends = tuple[Tensor, int]
 """Ends of packed sequences from 0 on, and the longest."""
 
-VarlenKernel = Callable[[Tensor, Tensor, Tensor, Ends, Ends, float, int | None], Tensor]
-"""(queries [T, N, D], keys, values, ends of queries, ends of keys, scale, window) -> [T, N, D], causal from the last key on."""
+VarlenKernel = Callable[..., Any]
+"""(queries [T, N, D], keys, values, ends of queries, ends of keys, scale, window) -> [T, N, D], causal from the last key on.
+
+With `log_sums`: the logarithms of the softmaxes' sums [N, T] too.
+"""
 
 
 def varlen_kernel(q_TND: Tensor, cap: float | None = None) -> VarlenKernel | None:
@@ -110,20 +114,23 @@ def varlen_kernel(q_TND: Tensor, cap: float | None = None) -> VarlenKernel | Non
 
 
 def flash_varlen(
-    q: Tensor, k: Tensor, v: Tensor, of_q: Ends, of_k: Ends, scale: float, window: int | None, **options: float
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, of_q: Ends, of_k: Ends, scale: float, window: int | None, *, log_sums: bool = False,
+    **options: float,
+) -> Any:  # fmt: skip
     from flash_attn import flash_attn_varlen_func
 
     (ends_q, most_q), (ends_k, most_k), before = of_q, of_k, -1 if window is None else window - 1
-    return flash_attn_varlen_func(
-        q, k, v, ends_q, ends_k, most_q, most_k, softmax_scale=scale, causal=True, window_size=(before, 0), **options
-    )
+    found = flash_attn_varlen_func(
+        q, k, v, ends_q, ends_k, most_q, most_k, softmax_scale=scale, causal=True, window_size=(before, 0),
+        return_attn_probs=log_sums, **options,
+    )  # fmt: skip
+    return found[:2] if log_sums else found
 
 
 @cache
 def torch_varlen() -> VarlenKernel | None:
     try:
-        from torch.nn.attention.varlen import varlen_attn
+        from torch.nn.attention.varlen import AuxRequest, varlen_attn
     except ImportError:
         return None
     known = signature(varlen_attn).parameters
@@ -131,12 +138,36 @@ def torch_varlen() -> VarlenKernel | None:
         return None
     grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, of_q: Ends, of_k: Ends, scale: float, window: int | None) -> Tensor:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, of_q: Ends, of_k: Ends, scale: float, window: int | None, *, log_sums: bool = False
+    ) -> Any:
         (ends_q, most_q), (ends_k, most_k), size = of_q, of_k, (-1 if window is None else window - 1, 0)
-        found: Any = varlen_attn(q, k, v, ends_q, ends_k, most_q, most_k, scale=scale, window_size=size, **grouped)
-        return found
+        more: dict[str, Any] = {"return_aux": AuxRequest(lse=True)} if log_sums else {}
+        return varlen_attn(q, k, v, ends_q, ends_k, most_q, most_k, scale=scale, window_size=size, **grouped, **more)
 
     return attend
+
+
+class WithSinks(torch.autograd.Function):
+    """Give the output and the log-sums of a kernel's attention a softmax with sinks, in place.
+
+    A kernel's backward pass reads both: with these it yields the gradients of queries, keys and values under sinks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out_TND: Tensor, log_sums_NT: Tensor, sinks_N: Tensor) -> Tensor:
+        whole_NT = torch.logaddexp(log_sums_NT, sinks_N.float().unsqueeze(1))
+        out_TND.data.mul_((log_sums_NT - whole_NT).exp().t().unsqueeze(-1))  # `data`: the kernel's graph keeps both, unchanged
+        log_sums_NT.data.copy_(whole_NT)
+        ctx.save_for_backward(out_TND, log_sums_NT, sinks_N)
+        return out_TND.view_as(out_TND)
+
+    @staticmethod
+    def backward(ctx: Any, grad_TND: Tensor) -> tuple[Tensor, None, Tensor]:
+        out_TND, log_sums_NT, sinks_N = ctx.saved_tensors
+        share_NT = (sinks_N.float().unsqueeze(1) - log_sums_NT).exp()
+        along_TN = (grad_TND.float() * out_TND.float()).sum(-1)
+        return grad_TND, None, (share_NT * along_TN.t()).sum(1).neg_().to(sinks_N.dtype)
 
 
 class AttentionPlan(Protocol):
@@ -148,7 +179,7 @@ class AttentionPlan(Protocol):
 
     def attend(
         self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None,
-        cap: float | None = None, table: int = 0,
+        cap: float | None = None, table: int = 0, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Rotated, causal attention (`Reading`) -> [T, N * D]."""
 
@@ -182,16 +213,20 @@ class CausalSpans:
         self._masks: dict[tuple[int, int, int | None], Tensor] = {}
 
     def attend(
-        self, q_TND: Tensor, k_KGD: Tensor, v_KGD: Tensor, scale: float, window: int | None, cap: float | None = None
+        self, q_TND: Tensor, k_KGD: Tensor, v_KGD: Tensor, scale: float, window: int | None, cap: float | None = None,
+        sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Differentiable -> [T, N, D]."""
         if (kernel := varlen_kernel(q_TND, cap)) is not None:
             all_k, all_v = ([part for own in self._seen(x) for part in own] if self.prefixes else [x] for x in (k_KGD, v_KGD))
             with joined(all_k, all_v) as (k, v):
-                return kernel(q_TND, k, v, *self._ends, scale, binding(window, max(self.reach)))
+                call = q_TND, k, v, *self._ends, scale, binding(window, max(self.reach))
+                if sinks is None:
+                    return kernel(*call)
+                return WithSinks.apply(*kernel(*call, log_sums=True), sinks)
         outputs = []
-        half = v_KGD.device.type == "cpu" and v_KGD.dtype == torch.bfloat16 and cap is None
-        core = HalfOnCpu.apply if half else partial(torch_attention, cap=cap)
+        half = v_KGD.device.type == "cpu" and v_KGD.dtype == torch.bfloat16 and cap is None and sinks is None
+        core = HalfOnCpu.apply if half else partial(torch_attention, cap=cap, sinks=sinks)
         for q, own_k, own_v in zip(q_TND.split(self.new), self._seen(k_KGD), self._seen(v_KGD), strict=True):
             with joined(own_k, own_v) as (k, v):
                 q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
@@ -255,23 +290,26 @@ class PackedPlan:
 
     def attend(
         self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None,
-        cap: float | None = None, table: int = 0,
+        cap: float | None = None, table: int = 0, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         turns = self.turns_T1D[2 * table :][:2]
         q_TND, k_TGD = (apply_rope(x, *turns).to(v_TGD.dtype) for x in (q_TND, k_TGD))
         v_TGD = v_TGD.contiguous()  # a view would keep the queries and keys until the backward pass
-        return self._attend(q_TND, k_TGD, v_TGD, scale, window, cap).flatten(1)
+        return self._attend(q_TND, k_TGD, v_TGD, scale, window, cap, sinks).flatten(1)
 
     def _attend(
-        self, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None, cap: float | None
+        self, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None, cap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        return self._spans.attend(q_TND, k_TGD, v_TGD, scale, window, cap)
+        return self._spans.attend(q_TND, k_TGD, v_TGD, scale, window, cap, sinks)
 
 
-def torch_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, cap: float | None = None) -> Tensor:
+def torch_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, cap: float | None = None, sinks: Tensor | None = None
+) -> Tensor:
     """[S, N, Q, D] over [S, G, K, D], causal without a mask."""
-    if cap is not None:
-        return capped_attention(q, k, v, scale, mask, cap, causal=mask is None)
+    if cap is not None or sinks is not None:
+        return composed_attention(q, k, v, scale, mask, cap, sinks, causal=mask is None)
     grouped = q.shape[1] != k.shape[1]
     # CUDA's fast kernels for masks, or float32, do not support groups.
     if grouped and q.device.type == "cuda" and (mask is not None or q.dtype == torch.float32):
@@ -282,28 +320,44 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor 
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
 
 
-def capped_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, cap: float, *, causal: bool = False
-) -> Tensor:
-    """Attention with logits c tanh(x / c) (Gemma 2), which torch's kernels lack: blocks of queries, recomputed backward."""
-    size = max(1, CAPPED_NUMBERS // (q.shape[0] * q.shape[1] * k.shape[2]))
-    num_queries, num_keys, outputs = q.shape[2], k.shape[2], []
+def composed_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, cap: float | None, sinks: Tensor | None, *,
+    causal: bool = False,
+) -> Tensor:  # fmt: skip
+    """Attention with logits c tanh(x / c) (Gemma 2) or sinks (GPT-OSS), which torch's kernels lack.
+
+    Computed in blocks of queries, again in the backward pass.  Rows of q may have several heads in turn; `sinks`: one per head.
+    """
+    size = max(1, COMPOSED_NUMBERS // (q.shape[0] * q.shape[1] * k.shape[2]))
+    num_queries, num_keys, outputs, sinks_NQ = q.shape[2], k.shape[2], [], None
+    if sinks is not None:
+        rows_per_head = q.shape[1] * num_queries // len(sinks)
+        sinks_NQ = sinks.float().unsqueeze(1).expand(-1, rows_per_head).reshape(q.shape[1], num_queries)
     for first in range(0, num_queries, size):
         rows = slice(first, min(first + size, num_queries))
         own = mask if mask is None or mask.shape[-2] == 1 else mask[..., rows, :]
         if causal:
             own = q.new_full((1, rows.stop - first, num_keys), -torch.inf).triu_(1 + num_keys - num_queries + first)
-        call = q[:, :, rows], k, v, scale, own, cap
+        call = q[:, :, rows], k, v, scale, own, cap, None if sinks_NQ is None else sinks_NQ[:, rows]
         grad = torch.is_grad_enabled() and q.requires_grad
-        outputs.append(checkpoint(_capped, *call, use_reentrant=False, preserve_rng_state=False) if grad else _capped(*call))
+        outputs.append(checkpoint(_composed, *call, use_reentrant=False, preserve_rng_state=False) if grad else _composed(*call))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
 
 
-def _capped(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, cap: float) -> Tensor:
+def _composed(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, cap: float | None, sinks_NQ: Tensor | None
+) -> Tensor:
     groups, (sequences, heads, queries, _) = k.shape[1], q.shape
     rows = q.reshape(sequences, groups, heads // groups * queries, -1)
-    logits = torch.tanh((rows @ k.transpose(-1, -2)).float() * (scale / cap)) * cap
+    logits = (rows @ k.transpose(-1, -2)).float() * (scale / (cap or 1.0))
+    if cap is not None:
+        logits = torch.tanh(logits) * cap
     logits = logits.view(sequences, groups, heads // groups, queries, -1)
     if mask is not None:
         logits = logits + mask.unsqueeze(-3)
-    return (logits.softmax(-1).to(v.dtype).view(sequences, groups, -1, k.shape[2]) @ v).view_as(q)
+    if sinks_NQ is None:
+        weights = logits.softmax(-1)
+    else:
+        sinks = sinks_NQ.view(groups, -1, queries, 1)
+        weights = (logits - torch.logaddexp(logits.logsumexp(-1, keepdim=True), sinks)).exp()
+    return (weights.to(v.dtype).view(sequences, groups, -1, k.shape[2]) @ v).view_as(q)

@@ -91,16 +91,18 @@ class ContextPlan(PackedPlan):
         self._share = share
 
     def _attend(
-        self, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None, cap: float | None
+        self, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None, cap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
         share = self._share
         mine = torch.stack([k_TGD[: share.size], v_TGD[: share.size]], 1)
         both = gather_from_sequence_parallel_region(mine, tensor_parallel_output_grad=True, group=share.group)
-        outputs, first = [q_TND[:0] + both[:0].sum()], 0  # all ranks take part in the backward pass, those without a query too
+        none = both[:0].sum() + (0.0 if sinks is None else sinks[:0].sum())
+        outputs, first = [q_TND[:0] + none], 0  # all ranks take part in the backward pass, those without a query too
         for spans, keys in zip(share.spans, share.keys, strict=True):
             k_KGD, v_KGD = both[keys].unbind(1)
             queries = q_TND[first : first + sum(spans.new)]
-            outputs.append(spans.attend(queries, k_KGD, v_KGD, scale, window, cap))
+            outputs.append(spans.attend(queries, k_KGD, v_KGD, scale, window, cap, sinks))
             first += len(queries)
         out_TND = torch.cat(outputs)
         return F.pad(out_TND, (0, 0, 0, 0, 0, len(q_TND) - len(out_TND)))

@@ -33,10 +33,11 @@ from torch import Tensor
 from oppo_megatron.layout.experts import Experts
 from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore.device import on_device
-from oppo_megatron.mcore.layers import swiglu, tag_parameter
+from oppo_megatron.mcore.layers import gated, tag_parameter
 
-SAVED = {"router": "router.weight", "gate_up": "experts.experts.linear_fc1.weight", "down": "experts.experts.linear_fc2.weight"}
-"""megatron-core's names of the parameters in checkpoints."""
+_NAMES = {"router": "router", "gate_up": "experts.experts.linear_fc1", "down": "experts.experts.linear_fc2"}
+SAVED = {f"{ours}_bias": f"{saved}.bias" for ours, saved in _NAMES.items()} | {x: f"{y}.weight" for x, y in _NAMES.items()}
+"""megatron-core's names of the parameters in checkpoints; a name comes before those that it begins with."""
 
 ANY, BYTES = 255, 6
 """In place of an expert's number: the router chooses; numbers of experts that a float64 holds exactly."""
@@ -137,23 +138,30 @@ def _sums(y_NH: Tensor, place_N: Tensor, num_tokens: int, active: int) -> Tensor
 
 
 def mix(
-    x_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor, gate_up: Tensor, down: Tensor, first: int, *, is_part: bool, waits: bool
-) -> Tensor:
+    x_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor, gate_up: Tensor, down: Tensor, first: int, *, is_part: bool, waits: bool,
+    biases: tuple[Tensor, Tensor] | None = None, clamp: tuple[float, float] | None = None,
+) -> Tensor:  # fmt: skip
     """Sum the outputs of experts `first` to `first + len(down) - 1`; `is_part`: other ranks have the rest.
 
-    `waits`: let the host wait, so that pairs of others take neither memory nor time.
+    `waits`: let the host wait, so that pairs of others take neither memory nor time.  `biases`: of both products.
     """
     num_tokens, active = chosen_TK.shape
     number_N = (chosen_TK - first).flatten()
     if is_part:
         number_N = torch.where((number_N >= 0) & (number_N < len(down)), number_N, len(down))  # others' come last
     sorted_N, place_N = number_N.sort(stable=True)
-    ends_E = torch.searchsorted(sorted_N, torch.arange(len(down), device=x_TH.device), right=True).to(torch.int32)
+    number_E = torch.arange(len(down), device=x_TH.device)
+    ends_E = torch.searchsorted(sorted_N, number_E, right=True).to(torch.int32)
     if is_part and waits:
         place_N = place_N[: int(ends_E[-1])]
     share_N1 = weights_TK.to(x_TH.dtype).flatten().index_select(0, place_N).unsqueeze(1)
-    out_N = swiglu(grouped_product(_Spread.apply(x_TH, place_N, active), gate_up, ends_E)) * share_N1  # by one name: freed soon
-    out_N = grouped_product(out_N, down, ends_E)
+    out_N = grouped_product(_Spread.apply(x_TH, place_N, active), gate_up, ends_E)  # by one name: freed soon
+    if biases is not None:  # by products, whose gradients do not depend on the device's timing
+        own_NE = (sorted_N[: len(place_N), None] == number_E).to(out_N.dtype)
+        out_N = torch.addmm(out_N, own_NE, biases[0])
+    out_N = grouped_product(gated(out_N, "silu", clamp) * share_N1, down, ends_E)
+    if biases is not None:
+        out_N = torch.addmm(out_N, own_NE * share_N1, biases[1])
     if is_part and not waits:  # rows of others are arbitrary
         place_N = torch.where(sorted_N < len(down), place_N, num_tokens * active)
     return _Collect.apply(out_N, place_N, num_tokens, active)
@@ -172,8 +180,15 @@ class ExpertMLP(torch.nn.Module):
         self.gate_up = torch.nn.Parameter(torch.empty(count, 2 * experts.ffn_size, hidden, **options))
         self.down = torch.nn.Parameter(torch.empty(count, hidden, experts.ffn_size, **options))
         tag_parameter(self.router, "sequence_parallel", self._in_shards)
-        for weight in (self.gate_up, self.down):
-            set_tensor_model_parallel_attributes(weight, True, 0, 1)
+        self.router_bias = None
+        if config.add_bias_linear:
+            self.router_bias = torch.nn.Parameter(torch.empty(experts.count, **options))
+            self.gate_up_bias = torch.nn.Parameter(torch.empty(count, 2 * experts.ffn_size, **options))
+            self.down_bias = torch.nn.Parameter(torch.empty(count, hidden, **options))
+            tag_parameter(self.router_bias, "sequence_parallel", self._in_shards)
+        for name, weight in self.named_parameters():
+            if not name.startswith("router"):
+                set_tensor_model_parallel_attributes(weight, True, 0, 1)
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
         x_TH, group = hidden.squeeze(1), self.group
@@ -197,13 +212,17 @@ class ExpertMLP(torch.nn.Module):
         if routing is not None and routing.given is not None:
             first = len(x_TH) * self.group.rank() if self._in_shards else 0
             given_TK = routing.given[first : first + len(x_TH), self.layer]
-        chosen_TK, weights_TK = choose(F.linear(x_TH, self.router), self.experts, given_TK)
+        chosen_TK, weights_TK = choose(F.linear(x_TH, self.router, self.router_bias), self.experts, given_TK)
         if routing is not None and routing.taken is not None:
             routing.taken.append(chosen_TK)
         return chosen_TK, weights_TK
 
     def _mix(self, x_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor, plan: Any) -> Tensor:
-        return mix(x_TH, chosen_TK, weights_TK, self.gate_up, self.down, self.first, is_part=self.is_part, waits=plan.waits)
+        biases = None if self.router_bias is None else (self.gate_up_bias, self.down_bias)
+        return mix(
+            x_TH, chosen_TK, weights_TK, self.gate_up, self.down, self.first, is_part=self.is_part, waits=plan.waits,
+            biases=biases, clamp=self.experts.clamp,
+        )  # fmt: skip
 
     def part(self, x_TH: Tensor, plan: Any) -> Tensor:
         """Return this rank's part of the sum, of hidden states that all ranks have (cached calls)."""
@@ -214,11 +233,11 @@ class ExpertMLP(torch.nn.Module):
     ) -> dict[str, Any]:
         assert metadata is not None
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True), prefix, {"gate_up": 0, "down": 0}, sharded_offsets,
-            tp_group=self.group, dp_cp_group=metadata["dp_cp_group"],
+            self.state_dict(prefix="", keep_vars=True), prefix, {name: 0 for name in SAVED if not name.startswith("router")},
+            sharded_offsets, tp_group=self.group, dp_cp_group=metadata["dp_cp_group"],
         )  # fmt: skip
-        for name, saved in SAVED.items():
-            sharded[f"{prefix}{name}"].key = f"{prefix}{saved}"
+        for name, _ in self.named_parameters():
+            sharded[f"{prefix}{name}"].key = f"{prefix}{SAVED[name]}"
         return sharded
 
 

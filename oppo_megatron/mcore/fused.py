@@ -52,15 +52,14 @@ class FusedStage:
 class _FusedLayer:
     def __init__(self, layer: Any, packed: bool):
         attention, mlp = layer.self_attention, layer.mlp
-        bias = attention.linear_qkv.bias
-        if bias is not None and bias.numel() == 0:  # transformer-engine's layers without a bias have an empty tensor
-            bias = None
         self.norm, self.mlp_norm = _norm(layer.input_layernorm), _norm(layer.pre_mlp_layernorm)
         self.after_attention, self.after_mlp = (_norm(getattr(s, "norm", None)) for s in (layer.self_attn_bda, layer.mlp_bda))
-        self.qkv = product(attention.linear_qkv.weight, bias, packed=packed)
+        self.qkv = product(attention.linear_qkv.weight, _bias(attention.linear_qkv), packed=packed)
         self.head_norms: tuple[Norm, Norm] | None = None  # of queries and keys
         if attention.q_layernorm is not None:
             self.head_norms = _norm(attention.q_layernorm), _norm(attention.k_layernorm)
+        if (bias_H := _bias(attention.linear_proj)) is not None:  # after the sum over ranks
+            self.after_attention = lambda x_TH: x_TH + bias_H
         self.proj = product(attention.linear_proj.weight, packed=packed)
         self.experts = mlp if isinstance(mlp, ExpertMLP) else None
         if self.experts is None:
@@ -94,6 +93,11 @@ class _FusedLayer:
             return self.experts.part(self.mlp_norm(x_TH), plan)
         gate, up = self.gate_up(self.mlp_norm(x_TH)).chunk(2, dim=-1)  # the normed states are freed at once
         return self.down(self.activation(gate).mul_(up))
+
+
+def _bias(linear: Any) -> Tensor | None:
+    """Transformer-engine's layers without a bias have an empty tensor."""
+    return linear.bias if linear.bias is not None and linear.bias.numel() else None
 
 
 def _norm(norm: Any) -> Norm:

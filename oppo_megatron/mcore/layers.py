@@ -123,9 +123,12 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]]
 """By its name in transformers: an activation, and its gradient, from the output's gradient and the input."""
 
 
-def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """Gated activation (Shazeer 2020), activation(gate) * up: [T, ..., 2 F] -> [T, ..., F]."""
-    return _Gated.apply(gate_up, activation)
+def gated(gate_up: Tensor, activation: str, clamp: tuple[float, float] | None = None) -> Tensor:
+    """Gated activation (Shazeer 2020), activation(gate) * up: [T, ..., 2 F] -> [T, ..., F].
+
+    `clamp`: limit l and gain a of silu(a min(gate, l)) / a * (1 + max(-l, min(up, l))) (GPT-OSS).
+    """
+    return _Gated.apply(gate_up, activation, clamp)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -136,21 +139,33 @@ class _Gated(torch.autograd.Function):
     """Recomputes the activation backward; megatron-core keeps two more tensors."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, activation: str) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, activation: str, clamp: tuple[float, float] | None) -> Tensor:
         ctx.save_for_backward(gate_up)
-        ctx.activation = activation
-        gate, up = gate_up.chunk(2, dim=-1)
+        ctx.activation, ctx.clamp = activation, clamp
+        gate, up = _halves(gate_up, clamp)
         return ACTIVATIONS[activation][0](gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (gate_up,), (activation, gradient) = ctx.saved_tensors, ACTIVATIONS[ctx.activation]
         grads = torch.empty_like(gate_up)
-        (gate, up), (gate_grad, up_grad) = gate_up.chunk(2, dim=-1), grads.chunk(2, dim=-1)
+        (gate, up), (gate_grad, up_grad) = _halves(gate_up, ctx.clamp), grads.chunk(2, dim=-1)
         torch.mul(grad, activation(gate), out=up_grad)
         torch.mul(grad, up, out=gate_grad)
         gradient(gate_grad, gate, grad_input=gate_grad)
-        return grads, None
+        if ctx.clamp is not None:
+            (limit, gain), (gate, up) = ctx.clamp, gate_up.chunk(2, dim=-1)
+            gate_grad.mul_(gain).masked_fill_(gate > limit, 0.0)
+            up_grad.div_(gain).masked_fill_(up.abs() > limit, 0.0)
+        return grads, None, None
+
+
+def _halves(gate_up: Tensor, clamp: tuple[float, float] | None) -> tuple[Tensor, Tensor]:
+    gate, up = gate_up.chunk(2, dim=-1)
+    if clamp is None:
+        return gate, up
+    limit, gain = clamp
+    return gate.clamp(max=limit).mul_(gain), up.clamp(-limit, limit).add_(1.0).div_(gain)
 
 
 def tag_parameter(parameter: torch.Tensor, name: Literal["sequence_parallel", "partition_stride"], value: bool | int) -> None:
@@ -186,29 +201,51 @@ class ZeroCentredNorm(RMSNorm):
     kind = NormKind(offset=1.0)
 
 
-class WidthNorm(RMSNorm):
-    """Norm of a token's queries or keys over all heads [T, ..., D], including other tensor ranks' (OLMo 2)."""
+class OfHeads(torch.nn.Module):
+    """A parameter that tensor ranks divide by heads."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, group: dist.ProcessGroup):
-        super().__init__(config, hidden_size, eps)
-        self.kind = NormKind(group=group)
-        tag_parameter(self.weight, "sequence_parallel", False)
-        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+    group: dist.ProcessGroup
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         assert metadata is not None
+        own = self.state_dict(prefix="", keep_vars=True)
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True), prefix, {"weight": 0}, sharded_offsets, tp_group=self.kind.group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )  # fmt: skip
+            own, prefix, dict.fromkeys(own, 0), sharded_offsets, tp_group=self.group, dp_cp_group=metadata["dp_cp_group"]
+        )
         return sharded
+
+
+class Sinks(OfHeads):
+    """Learned logits, one per query head, that join the softmax without a value; megatron-core's name in checkpoints."""
+
+    def __init__(self, config: TransformerConfig, pg_collection: Any, **_: Any):
+        super().__init__()
+        self.group = pg_collection.tp
+        size = config.num_attention_heads // self.group.size()
+        self.softmax_offset = torch.nn.Parameter(torch.zeros(size, dtype=config.params_dtype))
+        set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+
+class WidthNorm(OfHeads, RMSNorm):
+    """Norm of a token's queries or keys over all heads [T, ..., D], including other tensor ranks' (OLMo 2)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, group: dist.ProcessGroup):
+        super().__init__(config, hidden_size, eps)
+        self.group, self.kind = group, NormKind(group=group)
+        tag_parameter(self.weight, "sequence_parallel", False)
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
 
 class PlannedSelfAttention(SelfAttention):
     stage_layer = 0  # set by the model: index of this layer on its pipeline stage
-    reading = Reading(1.0)  # set by the model
+    plain_reading = Reading(1.0)  # set by the model
+
+    @property
+    def reading(self) -> Reading:
+        """Parameters of a module may be replaced, so sinks are looked up."""
+        return self.plain_reading._replace(sinks=getattr(self.core_attention, "softmax_offset", None))
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None, *, packed_seq_params: Any, **_: Any
@@ -287,7 +324,7 @@ def block_spec(config: TransformerConfig, row: Traits, num_layers: int, kind: La
     if row.norms != BEFORE or row.qk_norm == "width":
         layer.module, layer.params = OwnLayer, {"row": row}
     parts.self_attention.module = PlannedSelfAttention
-    parts.self_attention.submodules.core_attention = IdentityOp
+    parts.self_attention.submodules.core_attention = Sinks if row.sinks else IdentityOp
     parts.self_attention.submodules.linear_qkv = qkv
     parts.self_attention.submodules.linear_proj = row_parallel
     mlp = compat.parts_of(parts.mlp)

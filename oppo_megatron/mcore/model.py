@@ -80,7 +80,7 @@ class RoleModel(GPTModel):
             layer.self_attention.stage_layer = index
             number = layer.layer_number - 1
             window, table = binding(shape.windows[number], max_length), shape.tables[number]
-            layer.self_attention.reading = Reading(shape.attention_scale, window, shape.attention_cap, table)
+            layer.self_attention.plain_reading = Reading(shape.attention_scale, window, shape.attention_cap, table)
             if shape.experts is None:
                 layer.mlp.activation_func.activation = shape.traits.activation[1]
 
@@ -217,7 +217,7 @@ def transformer_config(
         num_attention_heads=shape.num_heads, num_query_groups=shape.num_kv_heads, kv_channels=shape.head_dim,
         normalization="RMSNorm", layernorm_epsilon=shape.norm_eps,
         gated_linear_unit=True, activation_func=torch.nn.functional.silu,
-        add_bias_linear=False, add_qkv_bias=shape.traits.qkv_bias, qk_layernorm=shape.traits.qk_norm == "head",
+        add_bias_linear=shape.traits.biased, add_qkv_bias=shape.traits.qkv_bias, qk_layernorm=shape.traits.qk_norm == "head",
         hidden_dropout=0.0, attention_dropout=0.0,
         tensor_model_parallel_size=groups.tp, pipeline_model_parallel_size=groups.pp,
         params_dtype=dtype, pipeline_dtype=dtype, bf16=dtype == torch.bfloat16,

@@ -29,8 +29,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-scaled": ("gemma3_text", {"sliding_window": 8, "sliding_window_pattern": 2, "rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}}),
+    "gpt-oss": ("gpt_oss", {}),
 }  # fmt: skip
-OWN = ("phi3", "olmo2", "gemma2", "gemma3")
+OWN = ("phi3", "olmo2", "gemma2", "gemma3", "gpt-oss")
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 TOLERANCE = 1e-4
 

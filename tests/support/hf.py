@@ -22,6 +22,11 @@ PHI_LONG, PHI_SHORT = (
     {"num_attention_heads": 4, "num_key_value_heads": 2, "rope_parameters": LONG | of_length} | of_length
     for of_length in ({"original_max_position_embeddings": n} for n in (16, 64))
 )
+OSS = {
+    "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 8, "swiglu_limit": 1.0, "rope_parameters": {
+        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 32}}  # fmt: skip
+"""A limit that clamps some numbers of random experts."""
 CAPS = {"query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0}
 
 
@@ -33,7 +38,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
     """Qwen3's head dim is set apart from hidden / heads, as its checkpoints have it."""
     own: dict[str, Any] = {
         "phi3": {"eos_token_id": 2}, "gemma2": {"head_dim": 16}, "gemma3_text": {"head_dim": 16}, "qwen3": {"head_dim": 16},
-        "mixtral": {"num_local_experts": 6},
+        "mixtral": {"num_local_experts": 6}, "gpt_oss": OSS,
         "qwen3_moe": {
             "head_dim": 16, "num_experts": 4, "moe_intermediate_size": 24, "num_experts_per_tok": 3, "norm_topk_prob": True
         },

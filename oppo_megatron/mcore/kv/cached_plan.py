@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from oppo_megatron.layout.activations import MASK_NUMBERS
-from oppo_megatron.mcore.attention import Reading, apply_rope, binding, capped_attention, pieces, torch_attention, window_size
+from oppo_megatron.mcore.attention import Reading, apply_rope, binding, composed_attention, pieces, torch_attention, window_size
 from oppo_megatron.mcore.cpu import CALL_NUMBERS, blocks
 from oppo_megatron.mcore.device import on_device
 
@@ -134,7 +134,7 @@ class PartsOfCall:
         num_seqs, chunk, groups, repeat, dim = q_SCGRD.shape
         q_SGRCD = q_SCGRD.permute(0, 2, 3, 1, 4)
         heads = (groups * repeat, chunk) if mask is None or mask.shape[-2] == chunk else (groups, repeat * chunk)
-        out = torch_attention(q_SGRCD.reshape(num_seqs, *heads, dim), k, v, reading.scale, mask, reading.cap)
+        out = torch_attention(q_SGRCD.reshape(num_seqs, *heads, dim), k, v, reading.scale, mask, reading.cap, reading.sinks)
         out_SCGRD = out.view(num_seqs, groups, repeat, chunk, dim).permute(0, 3, 1, 2, 4)
         return (out_SCGRD[0] if places is None else out_SCGRD[places]).reshape(len(q_TGRD), -1)
 
@@ -210,12 +210,12 @@ class CachedPlan(ABC):
 
     def attend(
         self, layer: int, q_TND: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float, window: int | None = None,
-        cap: float | None = None, table: int = 0,
+        cap: float | None = None, table: int = 0, sinks: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         turns = self._turns_T1D[2 * table :][:2]
         q_TND, k_TGD = (apply_rope(x, *turns).to(v_TGD.dtype) for x in (q_TND, k_TGD))
         q_TGRD = q_TND.view(len(q_TND), k_TGD.shape[1], -1, q_TND.shape[-1])
-        return self._attention(layer, q_TGRD, k_TGD, v_TGD, Reading(scale, window, cap))
+        return self._attention(layer, q_TGRD, k_TGD, v_TGD, Reading(scale, window, cap, sinks=sinks))
 
     def attend_grouped(self, layer: int, qkv_TGXD: Tensor, reading: Reading) -> Tensor:
         cos, sin = (turn.unsqueeze(1) for turn in self._turns_T1D[2 * reading.table :][:2])
@@ -288,14 +288,15 @@ class CallPlan(CachedPlan):
         return blocks(reaches, CALL_NUMBERS / (2 * groups * dim))
 
     def _attend_last(self, q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, reading: Reading) -> Tensor:
-        scale, window, cap, _ = reading
+        window = reading.window
         steps = self._steps.get(window)
         if steps is None:
             steps = self._steps[window] = []
             for rows in self._stretches(k_SGLD):
                 keys, equal = self._keys(rows, window), len(set(self.past[rows])) == 1
                 steps.append((rows, keys, None if equal else beyond_mask(self.past_S[rows], keys, self._dtype, window)))
-        outputs = [attend_one(q_SGRD[s], k_SGLD[s, :, keys], v_SGLD[s, :, keys], mask, scale, cap) for s, keys, mask in steps]
+        how = reading.scale, reading.cap, reading.sinks
+        outputs = [attend_one(q_SGRD[s], k_SGLD[s, :, keys], v_SGLD[s, :, keys], mask, *how) for s, keys, mask in steps]
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _keys(self, rows: slice, window: int | None) -> slice:
@@ -313,10 +314,10 @@ class StepPlan(CachedPlan):
         self._masks: dict[int | None, Tensor] = {}  # by window
 
     def _over(self, q_TGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, reading: Reading) -> Tensor:
-        scale, window, cap, _ = reading
+        scale, window, cap, _, sinks = reading
         if window not in self._masks:
             self._masks[window] = beyond_mask(self.pos_T, slice(0, self.longest), self._dtype, window)
-        return attend_one(q_TGRD, k_SGLD, v_SGLD, self._masks[window], scale, cap)
+        return attend_one(q_TGRD, k_SGLD, v_SGLD, self._masks[window], scale, cap, sinks)
 
 
 class StepRows(ABC):
@@ -341,10 +342,11 @@ class StepRows(ABC):
 
 
 def attend_one(
-    q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, mask: Tensor | None, scale: float, cap: float | None = None
-) -> Tensor:
+    q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, mask: Tensor | None, scale: float, cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Attend for one new token per sequence -> [S, N * D]."""
-    if cap is not None:
-        return capped_attention(q_SGRD, k_SGLD, v_SGLD, scale, mask, cap).reshape(len(q_SGRD), -1)
+    if cap is not None or sinks is not None:
+        return composed_attention(q_SGRD, k_SGLD, v_SGLD, scale, mask, cap, sinks).reshape(len(q_SGRD), -1)
     out = F.scaled_dot_product_attention(q_SGRD, k_SGLD, v_SGLD, attn_mask=mask, scale=scale)
     return out.reshape(len(q_SGRD), -1)

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from oppo_megatron.layout.kernels import FLASH, TRITON, usable
 from oppo_megatron.layout.memory import BLOCK_TOKENS
-from oppo_megatron.mcore.attention import LEAST_CAPABILITY, Reading
+from oppo_megatron.mcore.attention import LEAST_CAPABILITY, Reading, WithSinks
 from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.kv.cached_plan import CallPlan, PagedCall, StepPlan, StepRows
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 
-PagedKernel = Callable[[Tensor, Tensor, Tensor, PagedCall, float, int | None, float | None], Tensor]
-"""(queries [T, N, D], key and value pool [P, K, G, D], call, scale, window, soft cap) -> [T, N, D], causal."""
+PagedKernel = Callable[[Tensor, Tensor, Tensor, PagedCall, float, int | None, float | None, Tensor | None], Tensor]
+"""(queries [T, N, D], key and value pool [P, K, G, D], call, scale, window, soft cap, sinks) -> [T, N, D], causal."""
 
 
 def find_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel | None:
@@ -53,7 +53,7 @@ def by_triton(device: torch.device) -> PagedKernel | None:
 
 def flash_attn(
     q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, scale: float, window: int | None = None,
-    cap: float | None = None,
+    cap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
@@ -63,11 +63,17 @@ def flash_attn(
         "block_table": call.table_SW, **({} if cap is None else {"softcap": cap}),
     }  # fmt: skip
     if call.most_new == 1:
-        return flash_attn_with_kvcache(q_TND[:, None], k_PKGD, v_PKGD, cache_seqlens=call.length_S, **options)[:, 0]
-    return flash_attn_varlen_func(
+        options |= {} if sinks is None else {"return_softmax_lse": True}
+        found = flash_attn_with_kvcache(q_TND[:, None], k_PKGD, v_PKGD, cache_seqlens=call.length_S, **options)
+        if sinks is None:
+            return found[:, 0]
+        return WithSinks.apply(found[0][:, 0], found[1].squeeze(-1).t(), sinks)
+    options |= {} if sinks is None else {"return_attn_probs": True}
+    found = flash_attn_varlen_func(
         q_TND, k_PKGD, v_PKGD, cu_seqlens_q=call.new_ends, cu_seqlens_k=call.length_ends, max_seqlen_q=call.most_new,
         max_seqlen_k=call.longest, **options,
     )  # fmt: skip
+    return found if sinks is None else WithSinks.apply(*found[:2], sinks)
 
 
 class PagedKVCache(SequenceCache):
@@ -172,8 +178,8 @@ class _PagedPlaces:
     def attend(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, reading: Reading) -> Tensor | None:
         if self._cache.kernel is None:
             return None
-        pools, (scale, window, cap, _) = self._write(layer, k_TGD, v_TGD), reading
-        return self._cache.kernel(q_TGRD.flatten(1, 2), *pools, self._call, scale, window, cap).flatten(1)
+        pools, (scale, window, cap, _, sinks) = self._write(layer, k_TGD, v_TGD), reading
+        return self._cache.kernel(q_TGRD.flatten(1, 2), *pools, self._call, scale, window, cap, sinks).flatten(1)
 
     def extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         table_SW = self._call.table_SW[:, : -(-longest // self._cache.block_tokens)]

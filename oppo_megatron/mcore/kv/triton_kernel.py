@@ -18,7 +18,7 @@ PROGRAMS, MOST_SPLITS = 512, 32  # enough programs for the 132 processors of an 
 
 @triton.jit
 def attend_tile(
-    q, k, v, tables, starts, lengths, out, sums, peaks, scale, width, window, cap, MANY: tl.constexpr, BOUND: tl.constexpr,
+    q, k, v, tables, starts, lengths, sinks, out, sums, peaks, scale, width, window, cap, MANY: tl.constexpr, BOUND: tl.constexpr,
     CAP: tl.constexpr, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, K: tl.constexpr, A: tl.constexpr, E: tl.constexpr,
     J: tl.constexpr, F: tl.constexpr,
 ):  # fmt: skip
@@ -45,6 +45,8 @@ def attend_tile(
     hi = tl.minimum(lo + share, end)
     top = tl.full([A], -float("inf"), tl.float32)
     mass, acc = tl.zeros([A], tl.float32), tl.zeros([A, E], tl.float32)
+    if sinks is not None:
+        top, mass = tl.where(f == 0, tl.load(sinks + g * R + a % R).to(tl.float32), top), tl.where(f == 0, 1.0, mass)
     for begin in range(lo, hi, J):
         key = begin + j
         here = key < hi
@@ -89,7 +91,7 @@ def _join(sums, peaks, out, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
 
 def triton_attention(
     q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, scale: float, window: int | None = None,
-    cap: float | None = None,
+    cap: float | None = None, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     (tokens, heads, dim), (block, groups) = q_TND.shape, k_PKGD.shape[1:3]
     many, repeat, padded = call.most_new > 1, heads // groups, max(LEAST_ROWS, triton.next_power_of_2(dim))
@@ -104,7 +106,7 @@ def triton_attention(
         for size in (dim, 2)
     )
     attend_tile[(sequences, tiles, groups * splits)](
-        q_TND, k_PKGD, v_PKGD, call.table_SW, call.new_ends if many else call.new_S, call.length_S, out, sums, peaks, scale,
+        q_TND, k_PKGD, v_PKGD, call.table_SW, call.new_ends if many else call.new_S, call.length_S, sinks, out, sums, peaks, scale,
         call.table_SW.stride(0), window or 0, cap or 0.0, many, window is not None, cap is not None, groups, repeat, dim, block,
         rows, padded, step, splits, num_stages=2,
     )  # fmt: skip

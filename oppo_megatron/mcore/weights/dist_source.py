@@ -91,6 +91,7 @@ def saved_names(param: str, shape: ModelShape) -> tuple[tuple[str, int | None], 
     for ours, saved in (_RENAMED if shape.experts is None else _RENAMED_EXPERTS).items():
         if name.startswith(ours):
             name = saved + name.removeprefix(ours)
+            break
     return (f"{LAYERS}{name}", int(number)), (f"{LAYERS}{number}.{name}", None)
 
 
@@ -138,10 +139,12 @@ class DistSource:
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
         place = self._places[name]
         (start, stop), *columns = (cut.indices(size)[:2] for cut, size in zip(region, place.part.hf_shape, strict=True))
+        columns = columns[::-1] if place.part.turned else columns
         layer = () if place.layer is None else ((place.layer, place.layer + 1),)
         spans = [(*layer, (rows.start, rows.stop), *columns) for rows in place.part.spans(start, stop)]
         found = torch.cat([self._region(place.key, span) for span in spans], dim=len(layer))
-        return found[0] if layer else found
+        filed: torch.Tensor = place.part.as_filed(found[0] if layer else found)
+        return filed
 
     def _find(self, shape: ModelShape) -> Iterator[tuple[str, _Place]]:
         parts = {part.hf_name: part for head in ("lm", "scalar") for part in stage_parts(shape, head)}

@@ -121,16 +121,18 @@ class DrawnSource(ABC):
 
 
 class RandomSource(DrawnSource):
-    """Matrices normal(0, init_std), biases 0, norms such that they multiply by 1."""
+    """Matrices and sinks normal(0, init_std), biases 0, norms such that they multiply by 1."""
 
     def __init__(self, shape: ModelShape, seed: int, head: Head):
         super().__init__(hf_tensors(shape, head), seed)
         self._std, self._norm = shape.init_std, 1.0 - shape.traits.norm_offset
 
     def draw(self, name: str, tensor: torch.Tensor, generator: torch.Generator) -> None:
-        if tensor.dim() > 1:
+        if name.endswith("bias"):
+            return
+        if tensor.dim() > 1 or name.endswith(".sinks"):
             tensor.normal_(0.0, self._std, generator=generator)
-        elif not name.endswith(".bias"):
+        else:
             tensor.fill_(self._norm)
 
 

@@ -159,7 +159,7 @@ def common_dtype(shape: ModelShape, source: TensorSource, head: Head) -> torch.d
 
 def put_part(param: torch.Tensor, part: Part, share: torch.Tensor) -> None:
     """Store a tensor's share in the parameter's rows, zero-padded."""
-    first = 0
+    first, share = 0, part.as_param(share)
     for rows in part.rows:
         piece = share[first : first + rows.stop - rows.start]
         param[rows.start : rows.start + len(piece)].copy_(piece)
@@ -168,7 +168,8 @@ def put_part(param: torch.Tensor, part: Part, share: torch.Tensor) -> None:
 
 
 def take_part(param: torch.Tensor, part: Part) -> torch.Tensor:
-    return torch.cat([param[rows] for rows in part.rows])
+    filed: torch.Tensor = part.as_filed(torch.cat([param[rows] for rows in part.rows]))
+    return filed
 
 
 def matching_params(model: torch.nn.Module, parts: list[Part], tp_size: int, whole: bool = True) -> dict[str, torch.nn.Parameter]:
