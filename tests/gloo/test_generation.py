@@ -253,12 +253,13 @@ def test_a_vocabulary_that_tensor_ranks_do_not_divide_is_drawn_from_alike(tmp_pa
     assert found[4, 1] == found[1, 1] == found[2, 2]
 
 
+@pytest.mark.parametrize("model", ["mistral", "gpt-oss"])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.long)])
-def test_greedy_responses_through_a_window_are_those_of_transformers(models: dict[str, str], tp: int, pp: int) -> None:
+def test_greedy_responses_through_a_window_are_those_of_transformers(models: dict[str, str], model: str, tp: int, pp: int) -> None:
     labels = ["plain", "two slots", "cache forgotten each round"] if tp == 1 else ["plain"]
-    job: dict[str, Any] = dict(directory=models["mistral"], tp=tp, pp=pp, samplings={"greedy": Sampling(0.0)})
+    job: dict[str, Any] = dict(directory=models[model], tp=tp, pp=pp, samplings={"greedy": Sampling(0.0)})
     (answer, *_) = run_ranks(tp * pp, f"{JOBS}every_variant", variants=labels, **job)
-    theirs = AutoModelForCausalLM.from_pretrained(models["mistral"], dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(models[model], dtype=torch.float32)
     expected = []
     for prompt in PROMPTS:
         settings: dict[str, Any] = {"max_new_tokens": MAX_RESPONSE, "do_sample": False, "eos_token_id": EOS}

@@ -29,9 +29,9 @@ MODELS = {
     "mixtral": ("mixtral", "lm", {}), "qwen3-moe-reward": ("qwen3_moe", "scalar", {}),
     "mistral-reward": ("mistral", "scalar", {"sliding_window": None}), "phi3": ("phi3", "lm", PHI_LONG),
     "phi3-reward": ("phi3", "scalar", {}), "olmo2": ("olmo2", "lm", {}), "gemma2": ("gemma2", "lm", {}),
-    "gemma3-reward": ("gemma3_text", "scalar", {}),
+    "gemma3-reward": ("gemma3_text", "scalar", {}), "gpt-oss": ("gpt_oss", "lm", {}),
 }  # fmt: skip
-OWN = ("phi3", "phi3-reward", "olmo2", "gemma2", "gemma3-reward")
+OWN = ("phi3", "phi3-reward", "olmo2", "gemma2", "gemma3-reward", "gpt-oss")
 ODD = {
     f"{name}-odd-vocabulary": (*MODELS[name][:2], MODELS[name][2] | {"vocab_size": 259})
     for name in ("qwen2", "qwen2-tied", "llama-reward")
