@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from oppo_megatron.layout.families import is_positive
+
 
 @dataclass(frozen=True)
 class Experts:
@@ -36,7 +38,7 @@ def experts_of(shape: Mapping[str, Any]) -> Experts | None:
     if shape["model_type"] not in EXPERTS:
         return None
     count_key, count, active, width_key, width = EXPERTS[shape["model_type"]]
-    limits = float(shape.get("swiglu_limit", 7.0)), float(shape.get("swiglu_alpha", 1.702))
+    limits = float(shape.get("swiglu_limit") or 7.0), float(shape.get("swiglu_alpha") or 1.702)
     return Experts(
         count=int(shape.get(count_key) or shape.get("num_local_experts") or count),
         active=int(shape.get("num_experts_per_tok") or active),
@@ -64,6 +66,10 @@ def faults_of_experts(shape: Mapping[str, Any]) -> Iterator[tuple[str, object, s
         if shape.get(key) is not None and (type(shape[key]) is not int or shape[key] < 1):
             wrong = True
             yield key, shape[key], "be a positive integer"
+    for key in ("swiglu_limit", "swiglu_alpha"):
+        if shape.get(key) is not None and not is_positive(shape[key]):
+            wrong = True
+            yield key, shape[key], "be a positive number"
     experts = None if wrong else experts_of(shape)
     if experts is not None and experts.count == 1:
         yield count_key, 1, "be at least 2, because a single expert is a dense feed-forward"

@@ -176,7 +176,7 @@ def faults_of_family(shape: Shape) -> Iterator[Fault]:
         yield key, shape[key], f"be {value}, the family's own activation"
     if shape.get("use_bidirectional_attention"):
         yield "use_bidirectional_attention", shape["use_bidirectional_attention"], "be false, because attention is causal"
-    for name in (*CAPS, "query_pre_attn_scalar", "swiglu_limit", "swiglu_alpha"):
+    for name in (*CAPS, "query_pre_attn_scalar"):
         if shape.get(name) is not None and not is_positive(shape[name]):
             yield name, shape[name], "be a positive number" + (" or null" if name in CAPS else "")
     if row.windowed != "no":

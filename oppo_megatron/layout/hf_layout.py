@@ -279,8 +279,23 @@ class Tensor(NamedTuple):
     dtype: str
 
 
+BLOCKS, SCALES = "_blocks", "_scales"
+
+
+def dense(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Name a matrix per expert where files have it in MXFP4: bytes [experts, outputs, blocks, 16] of 2 numbers, and scales."""
+    found = dict(stored)
+    for name, (size, dtype) in stored.items():
+        whole = name.removesuffix(BLOCKS)
+        if name != whole and (dtype, size[3:]) == ("U8", (16,)) and stored.get(whole + SCALES) == Tensor(size[:3], "U8"):
+            del found[name], found[whole + SCALES]
+            found[whole] = Tensor((size[0], 32 * size[2], size[1]), "BF16")
+    return found
+
+
 def weight_problems(shape: ModelShape, head: Head, stored: Mapping[str, Tensor], equal: Callable[[str, str], bool]) -> list[str]:
     """A sentence per missing, misshapen or unexpected tensor. `equal` compares content; the rest needs headers only."""
+    stored = dense(stored)
     expected = {
         part: size_apart(size, region)
         for name, size in hf_tensors(shape, head).items()

@@ -69,11 +69,16 @@ def stage_layers(shape: Shape, pp: int, stage: int, vpp: int = 1) -> list[range]
 def stage_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool) -> int:
     hidden, embedding = shape["hidden_size"], vocab_rows(shape["vocab_size"], tp) * shape["hidden_size"]
     layer = layer_weights(shape) // tp + norm_weights(shape, tp)
-    if traits(shape).qkv_bias:
+    row, experts = traits(shape), experts_of(shape)
+    if row.qkv_bias:
         sizes = projections(shape)
         layer += sum(sizes[name][0] for name in ("q_proj", "k_proj", "v_proj")) // tp  # biases
-    if (experts := experts_of(shape)) is not None:
+    if row.sinks:
+        layer += shape["num_attention_heads"] // tp
+    if experts is not None:
         layer += experts.count * hidden  # the router
+        if row.biased:  # of the output projection, the router and the experts
+            layer += hidden + experts.count + experts.count // tp * (2 * experts.ffn_size + hidden)
     count = shape["num_hidden_layers"] // pp * layer
     if stage == 0:
         count += embedding

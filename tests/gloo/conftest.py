@@ -22,7 +22,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     save_small(root / "olmo2", "olmo2")
     save_small(root / "gemma2", "gemma2", sliding_window=5, **CAPS)
     save_small(root / "gemma3", "gemma3_text", sliding_window=5, sliding_window_pattern=2, query_pre_attn_scalar=12)
-    save_small(root / "gpt-oss", "gpt_oss", sliding_window=5)
+    # At the limit the gradient jumps: after updates, with 1.0, a number lies on the other side of it than in transformers.
+    save_small(root / "gpt-oss", "gpt_oss", sliding_window=5, swiglu_limit=1.5)
     save_small(root / "olmo2-scalar", "olmo2", "scalar", seed=1)
     save_small(root / "qwen3-moe", "qwen3_moe")
     save_small(root / "qwen3-moe-scalar", "qwen3_moe", "scalar")

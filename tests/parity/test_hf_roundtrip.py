@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from oppo_megatron.clock import ByTime
 from oppo_megatron.config.model import ModelConfig
@@ -103,6 +104,36 @@ def test_experts_in_one_tensor_are_read_and_written_apart(tmp_path: Path, capsys
     save_file(tensors | {lost: wrong[1:]}, tmp_path / "apart/model.safetensors", metadata={"format": "pt"})
     assert convert(tmp_path / "apart", tmp_path / "none") == 2
     assert f"{lost} has shape [47, 32], config.json asks for [48, 32]" in capsys.readouterr().err
+
+
+def test_experts_of_four_bits_are_read_and_written_as_bfloat16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As OpenAI published GPT-OSS: a byte has two numbers, a scale 32.  transformers' own dequantisation is the reference."""
+    src, dst, dice = tmp_path / "src", tmp_path / "dst", torch.Generator().manual_seed(4)
+    save_tiny(src, "gpt_oss", intermediate_size=64)
+    tensors, expected = {}, {}
+    for name, tensor in tensors_of(src).items():
+        expected[name] = tensors[name] = tensor.bfloat16()
+        if tensor.dim() == 3:
+            blocks, scales = f"{name}_blocks", f"{name}_scales"
+            experts, inputs, outputs_ = tensor.shape
+            tensors[blocks] = torch.randint(256, (experts, outputs_, inputs // 32, 16), dtype=torch.uint8, generator=dice)
+            tensors[scales] = torch.randint(110, 126, (experts, outputs_, inputs // 32), dtype=torch.uint8, generator=dice)
+            expected[name] = convert_moe_packed_tensors(tensors[blocks], tensors[scales])
+            del tensors[name]
+    save_file(tensors, src / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((src / "config.json").read_text())
+    quantised = config | {"quantization_config": {"quant_method": "mxfp4"}}
+    (src / "config.json").write_text(json.dumps(quantised))
+    assert convert(src, dst) == 0
+    found = tensors_of(dst)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert "quantization_config" not in json.loads((dst / "config.json").read_text())
+    assert outputs(dst).isfinite().all()
+    lost = "model.layers.1.mlp.experts.down_proj_scales"
+    del tensors[lost]
+    save_file(tensors, src / "model.safetensors", metadata={"format": "pt"})
+    assert convert(src, tmp_path / "none") == 2
+    assert f"{lost.removesuffix('_scales')} is missing" in capsys.readouterr().err
 
 
 def test_convert_changes_the_dtype_and_the_check_sees_it(tmp_path: Path) -> None:

@@ -13,12 +13,15 @@ from safetensors import safe_open
 
 from oppo_megatron.config.model import ModelConfig, weight_seed
 from oppo_megatron.errors import CheckpointError, ConfigError
-from oppo_megatron.layout.experts import size_apart, tensors_apart
+from oppo_megatron.layout.experts import TURNED, size_apart, tensors_apart
 from oppo_megatron.layout.hf_layout import (
+    BLOCKS,
     LM_HEAD,
     SCALAR_HEAD,
+    SCALES,
     Head,
     Tensor,
+    dense,
     hf_tensors,
     size_of_rows,
     stored_names,
@@ -82,6 +85,29 @@ class JoinedExperts:
         size = len(parts) // count
         each = [[self._base.read(part, whole) for part in parts[e * size :][:size]] for e in range(count)[region[0]]]
         return torch.stack([torch.cat(matrices) for matrices in each])[rest]
+
+
+class DenseExperts:
+    """bfloat16 matrices of experts whose files have them in MXFP4 (`dense`): the lower half of a byte comes first."""
+
+    def __init__(self, base: TensorSource):
+        self._base, self.tensors = base, dense(base.tensors)
+
+    def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
+        if name in self._base.tensors:
+            return self._base.read(name, region)
+        experts = range(self.tensors[name].shape[0])[region[0]]
+        return torch.cat([self._matrix(name, slice(e, e + 1)) for e in experts])[(slice(None), *region[1:])]
+
+    def _matrix(self, name: str, expert: slice) -> torch.Tensor:
+        all_of_it = slice(None)
+        halves = self._base.read(name + BLOCKS, (expert, all_of_it, all_of_it, all_of_it))
+        exponents = self._base.read(name + SCALES, (expert, all_of_it, all_of_it)).int() - 127
+        numbers = FP4[torch.stack([halves & 15, halves >> 4], -1).int()].flatten(-2)
+        return torch.ldexp(numbers, exponents.unsqueeze(-1)).flatten(-2).transpose(1, 2).bfloat16()
+
+
+FP4 = torch.tensor([sign * x for sign in (1.0, -1.0) for x in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)])
 
 
 class SplitTensors:
@@ -185,6 +211,8 @@ def open_directory(directory: Path, shape_file: Path | None = None) -> tuple[Mod
         shape, source = read_shape(directory), SafetensorsSource(directory)
         if shape.traits.joined:
             return shape, SplitTensors(source, shape)
+        if shape.family in TURNED:
+            return shape, DenseExperts(source)
         return shape, source if shape.experts is None else JoinedExperts(source, shape)
     shape = ModelShape.from_hf(read_mapping(megatron.shape, "the checkpoint's configuration"), str(megatron.shape))
     return shape, DistSource(megatron, shape)

@@ -28,7 +28,7 @@ from oppo_megatron.modeldir.headers import INDEX_FILE, SINGLE_FILE
 from oppo_megatron.rundir.manifest import sync_folder
 
 MAX_SHARD_BYTES = 2 << 30
-_LABEL_KEYS = ("num_labels", "id2label", "label2id", "problem_type")
+_DROPPED_KEYS = ("torch_dtype", "quantization_config", "num_labels", "id2label", "label2id", "problem_type")
 
 
 def require_empty(directory: Path) -> None:
@@ -99,7 +99,7 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def hf_config(shape: ModelShape, head: Head, dtype: torch.dtype) -> dict[str, Any]:
-    config = {key: value for key, value in shape.hf.items() if key not in ("torch_dtype", *_LABEL_KEYS)}
+    config = {key: value for key, value in shape.hf.items() if key not in _DROPPED_KEYS}
     config["architectures"] = [classes_of(shape.family)[head == "scalar"]]
     config["dtype"] = str(dtype).removeprefix("torch.")
     if head == "scalar":
