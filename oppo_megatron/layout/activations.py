@@ -7,7 +7,7 @@ from math import ceil
 
 from oppo_megatron.config.model import LoraConfig, TrainingLayoutConfig
 from oppo_megatron.layout.experts import experts_of, ffn_width
-from oppo_megatron.layout.families import composes_attention, is_tied, traits
+from oppo_megatron.layout.families import caps, composes_attention, is_tied, traits
 from oppo_megatron.layout.layouts import Sizes, vocab_rows
 from oppo_megatron.layout.memory import FP32, table_bytes
 from oppo_megatron.layout.shape import DTYPE_BYTES, Shape, head_dim, num_kv_heads
@@ -135,7 +135,7 @@ class Model:
         if experts is not None:
             weights *= experts.count / experts.active
         down = tokens * (shard + gathered + self.ffn + pairs) + weights
-        gates = tokens * (shard + 4 * self.ffn - own)
+        gates = tokens * (shard + (6 if experts is not None and experts.clamp else 4) * self.ffn - own)
         up = tokens * (shard + self.hidden - own + pairs) + 2 * weights
         sums = 0 if experts is None else tokens * (shard + pairs + experts.active * self.hidden)
         norms = 5 * tokens * shard * FP32 if traits(self.shape).norm_offset else 0
@@ -145,7 +145,9 @@ class Model:
             attention += 0 if train.recompute == "none" else tokens * 2 * (train.cp + 0.5) * self.key
             masks = PIECE if self.on_cpu else tokens if self.dtype == "float32" else 0  # for each position of a sequence
             attention += masks * tokens * train.cp
-        return max(max(down, gates, up, sums, attention) * self.width, norms, self.composed(tokens, tokens, made=6))
+        by_kernel = not self.on_cpu and self.dtype == "bfloat16" and caps(self.shape)[0] is None
+        logits = 0.0 if by_kernel else self.composed(tokens, tokens, made=6)
+        return max(max(down, gates, up, sums, attention) * self.width, norms, logits)
 
     def composed(self, tokens: int, context: int, made: int = 3) -> float:
         """Bytes of attention's logits without a kernel that takes soft caps or sinks, `made` float32 numbers each."""
@@ -239,7 +241,8 @@ def _in_layers(model: Model, call: Call) -> float:
     feed_forward = call.tokens * max(own + gates * model.ffn, down + 3 * model.ffn) * width
     if (experts := experts_of(model.shape)) is not None:  # the host does not wait to leave out pairs of other ranks
         inputs, ffn = experts.active * model.hidden, model.ffn * model.tp
-        feed_forward = call.tokens * (model.hidden + max(inputs + 3 * ffn, 2 * inputs)) * width
+        clamped = 5 * ffn + model.hidden if experts.clamp else 0.0
+        feed_forward = call.tokens * (model.hidden + max(inputs + 3 * ffn, 2 * inputs, clamped)) * width
     leaving = call.tokens * (product + model.query + joined) * width
     if traits(model.shape).qk_norm:  # product, normed queries and keys, and all concatenated
         leaving = max(leaving, call.tokens * (2 * product + model.query + model.key) * width)

@@ -128,8 +128,9 @@ def table_bytes(shape: Shape, context: int) -> int:
 
 
 def gather_bytes(shape: Shape, dtype: str, train: TrainingLayoutConfig, tp: int, tokens: int) -> int:
-    """megatron-core's persistent buffer for gathered activations (unused with frozen weights)."""
-    return tokens * int(shape["hidden_size"]) * DTYPE_BYTES[dtype] if train.sequence_parallel and tp > 1 else 0
+    """megatron-core's persistent buffer for gathered activations (unused with frozen weights, or if all products have biases)."""
+    gathers = train.sequence_parallel and tp > 1 and not traits(shape).biased
+    return tokens * int(shape["hidden_size"]) * DTYPE_BYTES[dtype] if gathers else 0
 
 
 def shortage(lasting: Sequence[float], available: int, who: str, where: str) -> str | None:

@@ -26,10 +26,12 @@ CALLS = ([600, 3, 257], [1, 1, 1], [5, 90, 1], [1, 1, 1])
 def attend(
     q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, lens: list[int], lengths: list[int], table_SW: Tensor, scale: float,
     causal: bool, left: int, right: int,
-) -> Tensor:  # fmt: skip
-    """The last `lens` of each sequence's `lengths` positions attend to those before, and to `left` of them where not -1."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The last `lens` of each sequence's `lengths` positions attend to those before, and to `left` of them where not -1.
+
+    With the logarithms of the softmaxes' sums [N, T]."""
     assert causal and right == 0 and k_PKGD.shape[1] % LEAST_BLOCK == 0
-    out = torch.empty_like(q_TND)
+    out, log_sums = torch.empty_like(q_TND), list[Tensor]()
     for part, length, table_W, q_nND in zip(out.split(lens), lengths, table_SW.long(), q_TND.split(lens), strict=True):
         k_LGD, v_LGD = (pool[table_W].flatten(0, 1)[:length].float() for pool in (k_PKGD, v_PKGD))
         heads = q_nND.shape[1] // k_LGD.shape[1]
@@ -37,9 +39,10 @@ def attend(
         scores_NnL = torch.einsum("nhd,lhd->hnl", q_nND.float(), k_LND) * scale
         behind_nL = torch.arange(length - len(q_nND), length)[:, None] - torch.arange(length)
         seen_nL = (behind_nL >= 0) & (behind_nL <= (length if left < 0 else left))
-        weights_NnL = scores_NnL.masked_fill(~seen_nL, -torch.inf).softmax(-1)
-        part.copy_(torch.einsum("hnl,lhd->nhd", weights_NnL, v_LND))
-    return out
+        scores_NnL = scores_NnL.masked_fill(~seen_nL, -torch.inf)
+        part.copy_(torch.einsum("hnl,lhd->nhd", scores_NnL.softmax(-1), v_LND))
+        log_sums.append(scores_NnL.logsumexp(-1))
+    return out, torch.cat(log_sums, 1)
 
 
 def varlen_fwd(
@@ -49,8 +52,8 @@ def varlen_fwd(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     lens, lengths = ends_q.diff().tolist(), ends_k.diff().tolist()
     assert max(lens) <= most_q and max(lengths) <= most_k and not dropout and not softcap
-    found, none = attend(q, k, v, lens, lengths, table, scale, causal, left, right), q.new_empty(0)
-    return found, none, none.clone(), none.clone()
+    (found, log_sums), none = attend(q, k, v, lens, lengths, table, scale, causal, left, right), q.new_empty(0)
+    return found, log_sums, none.clone(), none.clone()
 
 
 def fwd_kvcache(
@@ -59,8 +62,8 @@ def fwd_kvcache(
     softcap: float, interleaved: bool, splits: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     assert q.shape[1] == 1 and not softcap
-    found = attend(q[:, 0], k, v, [1] * len(q), used_k.tolist(), table, scale, causal, left, right)
-    return found[:, None], q.new_empty(0)
+    found, log_sums = attend(q[:, 0], k, v, [1] * len(q), used_k.tolist(), table, scale, causal, left, right)
+    return found[:, None], log_sums.t().unsqueeze(-1).contiguous()
 
 
 def bound(name: str, calls: list[str]) -> Callable[..., Any]:
@@ -84,7 +87,7 @@ def outputs() -> dict[str, Any]:
     caches = PagedKVCache(**sizes), PagedKVCache(**sizes, kernel=paged.flash_attn)
     found: list[list[Tensor]] = [[], []]
     calls: list[str] = []
-    names = ("flash_attn_varlen_func", "flash_attn_with_kvcache")
+    names, sinks = ("flash_attn_varlen_func", "flash_attn_with_kvcache"), torch.linspace(-2, 4, 8, dtype=dtype)
     with mock.patch.multiple(flash_attn, **{name: bound(name, calls) for name in names}):
         for cache in caches:
             for seq_id in range(3):
@@ -94,6 +97,7 @@ def outputs() -> dict[str, Any]:
             for cache, out in zip(caches, found, strict=True):
                 plan = cache.begin(range(3), lens)
                 out += [plan.attend(0, q, k, v, 64**-0.5, window) for window in (None, 1, 100)]
+                out += [plan.attend(0, q, k, v, 64**-0.5, window, sinks=sinks) for window in (None, 100)]
                 cache.commit(plan)
     return {"gathered": found[0], "flash-attn": found[1], "calls": sorted(set(calls))}
 

@@ -20,8 +20,9 @@ TABLES = 200
 
 
 def reference(
-    q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, scale: float, window: int | None, cap: float | None
-) -> Tensor:
+    q_TND: Tensor, k_PKGD: Tensor, v_PKGD: Tensor, call: PagedCall, scale: float, window: int | None, cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Causal attention in float64, sequence by sequence."""
     outputs = []
     parts = q_TND.split(call.new_S.tolist()), call.table_SW.long(), call.length_S.tolist()
@@ -32,7 +33,11 @@ def reference(
         hidden_nL = (behind_nL < 0) | (behind_nL >= (window or length))
         scores_Nnl = torch.einsum("nhd,lhd->hnl", q_nND.double(), keys) * scale
         scores_Nnl = scores_Nnl if cap is None else cap * (scores_Nnl / cap).tanh()
-        outputs.append(torch.einsum("hnl,lhd->nhd", scores_Nnl.masked_fill(hidden_nL, -torch.inf).softmax(-1), values))
+        scores_Nnl = scores_Nnl.masked_fill(hidden_nL, -torch.inf)
+        if sinks is not None:
+            column_Nn1 = sinks.double()[:, None, None].expand(*scores_Nnl.shape[:2], 1)
+            scores_Nnl = torch.cat([scores_Nnl, column_Nn1], -1)
+        outputs.append(torch.einsum("hnl,lhd->nhd", scores_Nnl.softmax(-1)[..., :length], values))
     return torch.cat(outputs)
 
 
@@ -54,9 +59,10 @@ def difference(draws: random.Random) -> tuple[str, float]:
     call = PagedCall(table, torch.tensor(new, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32), max(new), longest)
     window = draws.choice([None, 1, draws.randint(2, 60)])
     cap = draws.choice([None, 0.7, 30.0])
-    found = triton_kernel.triton_attention(q, k, v, call, dim**-0.5, window, cap)
+    sinks = draws.choice([None, torch.randn(groups * repeat, generator=generator).to(dtype) * 3])
+    found = triton_kernel.triton_attention(q, k, v, call, dim**-0.5, window, cap, sinks)
     assert found.dtype == dtype
-    return str(dtype), float((found.double() - reference(q, k, v, call, dim**-0.5, window, cap)).abs().max())
+    return str(dtype), float((found.double() - reference(q, k, v, call, dim**-0.5, window, cap, sinks)).abs().max())
 
 
 def compiled() -> dict[str, Any]:
@@ -67,11 +73,12 @@ def compiled() -> dict[str, Any]:
     found: dict[str, Any] = {}
     numbers = dict.fromkeys(("tables", "starts", "lengths"), "*i32") | dict.fromkeys(("scale", "cap"), "fp32")
     numbers |= dict.fromkeys(("width", "window"), "i32")
-    numbers |= dict.fromkeys(("q", "k", "v", "out"), "*bf16") | dict.fromkeys(("sums", "peaks"), "*fp32")
+    numbers |= dict.fromkeys(("q", "k", "v", "sinks", "out"), "*bf16") | dict.fromkeys(("sums", "peaks"), "*fp32")
     kernel = triton_kernel.attend_tile
     for capability, dim, step, many in ((80, 256, 32, True), (90, 64, 64, False), (90, 128, 64, True)):
         sizes = 2, 7, dim, 256, 64 if many else 16, dim, step, 1 if many else 4
         values: dict[str, Any] = {"MANY": many, "BOUND": many, "CAP": not many} | dict(zip("GRDKAEJF", sizes, strict=True))
+        values |= {"sinks": None} if many else {}
         signature = numbers | dict.fromkeys(values, "constexpr")
         ordered = {name: signature[name] for name in kernel.arg_names}
         source = ASTSource(kernel, ordered, {(kernel.arg_names.index(name),): value for name, value in values.items()})

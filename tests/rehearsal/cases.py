@@ -7,6 +7,7 @@ from tests.support.ppo import SHAPE
 
 EXPERTS = SHAPE | {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 GEMMA = SHAPE | {"model_type": "gemma2", "head_dim": 16, "sliding_window": 8, "attn_logit_softcapping": 2.0}
+OSS = SHAPE | {"model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 8}
 OLMO = SHAPE | {"model_type": "olmo2"}
 LORA = {"rank": 4, "targets": ["q_proj", "v_proj"]}
 
@@ -71,6 +72,9 @@ CASES = {
         "actor.init": GEMMA, "critic.init": OLMO, "reward.init": GEMMA, "runtime.kv_layout": "dense",
         "actor.train": {"sequence_parallel": True}}),
     "soft caps, paged": Case(1, {"actor.init": GEMMA, "critic.init": GEMMA}),
+    "sinks and biased experts": Case(1, {"actor.init": OSS, "critic.init": OSS}),
+    "sinks and biased experts, tp 2, dense": on_two({"tp": 2}, **{
+        "actor.init": OSS, "critic.init": OSS, "runtime.kv_layout": "dense", "actor.train": {"sequence_parallel": True}}),
     "remax": Case(2, WITHOUT_CRITIC | {"algorithm": {"preset": "remax"}, "placement": {"mode": "disaggregated"}}),
     "pairs": Case(1, PAIRS), "pairs, dp 2": on_two({"dp": 2}, **PAIRS),
     "dpo": Case(1, {"dpo": {"loss": "sigmoid", "nll": 0.1}}, "dpo"), "sft, tp 2": Case(2, {"parallel": {"tp": 2}}, "sft"),

@@ -38,6 +38,8 @@ SHAPES = {
     },
     # A small vocabulary: torch adds the two gradients of tied embeddings in place, fake tensors make a third.
     "2B, soft caps": _qwen("gemma2", 2304, 26, 8, 4, 9216, True) | {"head_dim": 256, "vocab_size": 32000},
+    "20B, sinks": _qwen("gpt_oss", 2880, 24, 64, 8, 2880, False)
+    | {"architectures": ["GptOssForCausalLM"], "head_dim": 64, "num_local_experts": 32, "sliding_window": 128, "max_position_embeddings": 131072},
     "7B, width norms": _qwen("olmo2", 4096, 32, 32, 32, 11008, False),
     "8B": _llama(4096, 32, 32, 8, 14336),
     "32B": _qwen("qwen3", 5120, 64, 64, 8, 25600, False),
@@ -103,6 +105,7 @@ QUICK = {
     "1.5B, a prompt of eight responses": Layout("1.5B", layers=2, rows=8, group=8, carried=1, prompt=1024, response=385),
     "30B, experts": Layout("30B, experts", layers=2, rows=4, tokens=4096),
     "2B, soft caps": Layout("2B, soft caps", layers=2, rows=2),
+    "20B, sinks": Layout("20B, sinks", layers=2, rows=4, tokens=4096),
     "1.5B, cp 2": Layout("1.5B", dp=2, layers=4, rows=2, response=4094, tokens=8192, train={"cp": 2}),
     "8B, long prompts, one adapter": Layout(
         "8B", 8, layers=2, rows=8, prompt=976, response=48, lora=LORA | {"targets": ["down_proj"]}, train=PARALLEL
@@ -130,6 +133,7 @@ LAYOUTS = {
     "1B, float32, one key head": Layout("1B, one key head", layers=4, rows=2, dtype="float32"),
     "2B, a key head each": Layout("2B, a key head each", 2, 2, stage=-1, layers=4, rows=3, train={"recompute": "selective"}),
     "2B, soft caps, float32": Layout("2B, soft caps", tp=2, layers=2, rows=2, dtype="float32"),
+    "20B, sinks, paged": Layout("20B, sinks", 4, layers=2, rows=4, kv="paged", train=PARALLEL | {"recompute": "selective"}),
     "7B, width norms": Layout("7B, width norms", 2, layers=4, rows=2, train=PARALLEL),
     "32B, pp 8, first": Layout("32B", 8, 8, 4, tokens=8192, response=4094, rows=16, train=PARALLEL),
     "32B critic": Layout("32B", 8, 4, 2, "critic", -1, layers=32, rows=4, train=FULL),

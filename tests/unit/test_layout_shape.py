@@ -37,7 +37,7 @@ QWEN: dict[str, Any] = {
     "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 256,
 }  # fmt: skip
 MISTRAL, PHI = ({"model_type": family, "architectures": None} for family in ("mistral", "phi3"))
-MIXTRAL, QWEN_MOE = ({"model_type": family, "architectures": None} for family in ("mixtral", "qwen3_moe"))
+MIXTRAL, QWEN_MOE, OSS = ({"model_type": family, "architectures": None} for family in ("mixtral", "qwen3_moe", "gpt_oss"))
 MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"num_attention_heads": 6}, "hidden_size 64 does not divide by its 6 attention heads"),
     ({"num_key_value_heads": 3}, "8 attention heads do not divide by 3 key/value heads"),
@@ -74,7 +74,9 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"rms_norm_eps": "tiny"}, "`rms_norm_eps` of its config.json is 'tiny'"),
     ({"architectures": "Qwen2ForCausalLM"}, "architecture 'Qwen2ForCausalLM' is not supported"),
     ({"hidden_act": "gelu"}, "`hidden_act` of its config.json is 'gelu', but must be silu"),
-    ({"attention_bias": True}, "attention_bias is true"),
+    ({"attention_bias": True}, "attention_bias is true"), ({**OSS, "attention_bias": False}, "attention_bias is false"),
+    ({**OSS, "swiglu_limit": "7"}, "`swiglu_limit` of its config.json is '7', but must be a positive number"),
+    ({**OSS, "sliding_window": 0}, "`sliding_window` of its config.json is 0"),
     ({"rope_scaling": "yarn"}, "RoPE parameters are 'yarn', but must be a mapping"),
     ({"rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic' is not supported"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": "x"}}, "`factor` of its RoPE parameters"),
@@ -175,6 +177,12 @@ PUBLISHED = {
     "gemma-3-1b": _published(
         "gemma3_text", "1152 6912 26 4 1 262144", head_dim=256, sliding_window=512, rope_theta=1e6, rope_local_base_freq=1e4,
         max_position_embeddings=32768),
+    "gpt-oss-20b": _published(
+        "gpt_oss", "2880 2880 24 64 8 201088", num_local_experts=32, head_dim=64, max_position_embeddings=131072,
+        attention_bias=True, rope_theta=150000, rope_scaling={
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 4096}),
+    "gpt-oss by its defaults": _published("gpt_oss", "2880 2880 36 64 8 201088"),
 }  # fmt: skip
 
 

@@ -135,15 +135,18 @@ def inputs(num_tokens: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(size, generator=generator).to(dtype).requires_grad_() for size in sizes]
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """transformers' rule: token i attends to j with i - window < j <= i.  In the precision of the arguments."""
+def plain(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: Tensor | None = None) -> Tensor:
+    """transformers' rules: token i attends to j with i - window < j <= i, and to a sink.  In the precision of the arguments."""
     outputs = []
     for q_s, k_s, v_s in zip(*(x.split(LENGTHS) for x in (q, k, v)), strict=True):
         place = torch.arange(len(q_s))
         seen = (place[None] <= place[:, None]) & (place[None] > place[:, None] - window)
         k_s, v_s = (x.repeat_interleave(HEADS // GROUPS, dim=1) for x in (k_s, v_s))
         weights = torch.einsum("qnd,knd->nqk", q_s, k_s) * SCALE
-        weights = weights.masked_fill(~seen, -torch.inf).softmax(-1)
+        weights = weights.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            weights = torch.cat([weights, sinks[:, None, None].expand(-1, len(q_s), 1)], -1)
+        weights = weights.softmax(-1)[..., : len(q_s)]
         outputs.append(torch.einsum("nqk,knd->qnd", weights, v_s).flatten(1))
     return torch.cat(outputs)
 
@@ -276,6 +279,83 @@ def test_one_call_for_all_sequences(monkeypatch: pytest.MonkeyPatch, window: int
     found = PackedPlan(LENGTHS, ROPE).attend(0, *given, SCALE, window)
     attention.torch_varlen.cache_clear()
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def spans_of(ends: tuple[Tensor, Tensor], window: list[int]) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Queries, keys and what they see, of each sequence."""
+    for first_q, end_q, first_k, end_k in zip(*(x for e in ends for x in (e.tolist(), e.tolist()[1:])), strict=False):
+        new, reach = end_q - first_q, end_k - first_k
+        behind = torch.arange(reach - new, reach)[:, None] - torch.arange(reach)
+        yield slice(first_q, end_q), slice(first_k, end_k), (behind >= 0) & (behind <= (reach if window[0] < 0 else window[0]))
+
+
+def flash_forward(q: Tensor, k: Tensor, v: Tensor, ends_q: Tensor, ends_k: Tensor, *how: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The output and log-sums of flash attention, which its backward pass reads."""
+    (_, _, _, scale, window, *_), repeat = how, q.shape[1] // k.shape[1]
+    out, log_sums = torch.empty_like(q), q.new_empty(q.shape[1], len(q), dtype=torch.float32)
+    for queries, keys, seen in spans_of((ends_q, ends_k), window):
+        own_k, own_v = (x[keys].repeat_interleave(repeat, 1) for x in (k, v))
+        logits = (torch.einsum("qnd,knd->nqk", q[queries], own_k) * scale).masked_fill(~seen, -torch.inf)
+        log_sums[:, queries] = logits.logsumexp(-1)
+        out[queries] = torch.einsum("nqk,knd->qnd", logits.softmax(-1), own_v)
+    return out, log_sums, torch.zeros(2, dtype=torch.uint64)
+
+
+def flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, log_sums: Tensor, ends_q: Tensor, ends_k: Tensor, *how: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dS = P (dO V^T - rowsum(dO O)), with P from the log-sums (Dao et al. 2022)."""
+    (_, _, _, _, scale, window), repeat, grads = how, q.shape[1] // k.shape[1], tuple(map(torch.zeros_like, (q, k, v)))
+    for queries, keys, seen in spans_of((ends_q, ends_k), window):
+        own_k, own_v = (x[keys].repeat_interleave(repeat, 1) for x in (k, v))
+        logits = (torch.einsum("qnd,knd->nqk", q[queries], own_k) * scale).masked_fill(~seen, -torch.inf)
+        weights = (logits - log_sums[:, queries, None]).exp()
+        along = (grad[queries] * out[queries]).sum(-1).t()[..., None]
+        inner = weights * (torch.einsum("qnd,knd->nqk", grad[queries], own_v) - along) * scale
+        grads[0][queries] = torch.einsum("nqk,knd->qnd", inner, own_k)
+        for found, rows, x in ((grads[1], inner, q[queries]), (grads[2], weights, grad[queries])):
+            found[keys] = torch.einsum("nqk,qnd->knd", rows, x).unflatten(1, (-1, repeat)).sum(2)
+    return grads
+
+
+@pytest.fixture(scope="module")
+def flash_on_cpu() -> None:
+    """What torch registered for a device that has the kernels, autograd included."""
+    varlen._varlen_attn.register_kernel("cpu")(flash_forward)
+    varlen._varlen_attn_backward.register_kernel("cpu")(flash_backward)
+
+
+@pytest.mark.parametrize("window", [None, 9, 100])
+@pytest.mark.parametrize("way", ["composed", "composed, bfloat16", "kernel"])
+def test_sinks_and_their_gradients(flash_on_cpu: None, monkeypatch: pytest.MonkeyPatch, window: int | None, way: str) -> None:
+    """A kernel's backward pass reads the output and log-sums that sinks have changed."""
+    if way == "kernel":
+        monkeypatch.setattr(attention, "varlen_kernel", lambda q, cap: attention.torch_varlen())
+    monkeypatch.setattr(attention, "COMPOSED_NUMBERS", 2**12)
+    dtype = torch.bfloat16 if "bfloat16" in way else torch.float32
+    given = [*inputs(sum(LENGTHS), dtype), torch.linspace(-3.0, 4.0, HEADS).to(dtype).requires_grad_()]
+    exact = [x.detach().double().requires_grad_() for x in given]
+    found = PackedPlan(LENGTHS, ROPE).attend(0, *given[:3], SCALE, window, sinks=given[3])
+    expected = plain(*exact[:3], window or max(LENGTHS), exact[3])
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    (found.double() * weights).sum().backward()
+    (expected * weights).sum().backward()
+    tolerance: dict[str, Any] = {"atol": 1e-5, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 0.04, "rtol": 0.03}
+    torch.testing.assert_close(found.double(), expected, **tolerance)
+    for ours, theirs in zip(given, exact, strict=True):
+        torch.testing.assert_close(ours.grad.double(), theirs.grad, **tolerance)
+
+
+def test_sinks_of_sequences_that_continue_another(flash_on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[list[Tensor]] = []
+    for kernel in (None, attention.torch_varlen()):
+        monkeypatch.setattr(attention, "varlen_kernel", lambda q, cap, kernel=kernel: kernel)
+        given = [*inputs(sum(TREE)), torch.linspace(-3.0, 4.0, HEADS).requires_grad_()]
+        rope = torch.ones(200, DIM), torch.zeros(200, DIM)
+        out = PackedPlan(TREE, rope, PREFIXES).attend(0, *given[:3], SCALE, 40, sinks=given[3])
+        (out**2).sum().backward()
+        found.append([out.detach(), *(x.grad for x in given)])
+    torch.testing.assert_close(*found, atol=2e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("window", "size"), [(None, [-1, 0]), (2, [1, 0]), (50, [-1, 0])])
