@@ -182,8 +182,8 @@ def _layer_parts(shape: ModelShape, tp_size: int, hf: str, ours: str) -> list[Pa
             parts.append(_part(f"{router}.bias", (count,), None, f"{ours}mlp.router_bias", tp_size))
         width = experts.ffn_size
         for name, own, (out, into) in ((GATE_UP, "gate_up", (2 * width, hidden)), (DOWN, "down", (hidden, width))):
-            size, mixed = (into, out) if turned else (out, into), turned and name == GATE_UP
-            matrix = _part(f"{hf}{name}", (count, *size), 0, f"{ours}mlp.{own}", tp_size)
+            sizes, mixed = (count, into, out) if turned else (count, out, into), turned and name == GATE_UP
+            matrix = _part(f"{hf}{name}", sizes, 0, f"{ours}mlp.{own}", tp_size)
             parts.append(replace(matrix, turned=turned, mixed=mixed))
             if row.biased:
                 bias = _part(f"{hf}{name}_bias", (count, out), 0, f"{ours}mlp.{own}_bias", tp_size)

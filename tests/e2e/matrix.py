@@ -53,6 +53,7 @@ FAMILIES = {
     "OLMo 2": DEEP | {"model_type": "olmo2"},
     "Gemma 2": DEEP | WINDOWS | {"model_type": "gemma2", "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 12},
     "Gemma 3": DEEP | WINDOWS | {"model_type": "gemma3_text", "sliding_window_pattern": 2},
+    "GPT-OSS": DEEP | WINDOWS | {"model_type": "gpt_oss", "num_local_experts": 6, "num_experts_per_tok": 2},
 }  # fmt: skip
 
 
@@ -61,9 +62,9 @@ def has_experts(outcome: Outcome) -> bool:
 
 
 def has_own_layers(outcome: Outcome) -> bool:
-    """Norms after layers, or joined projections, and sequences longer than the windows."""
+    """Norms after layers, joined projections or sinks, and sequences longer than the windows."""
     longest = max(len(tokens) for tokens in outcome.tokens().values())
-    return any("feedforward" in name or "qkv_proj" in name for name in outcome.actor) and longest > 12
+    return any("feedforward" in name or "qkv_proj" in name or "sinks" in name for name in outcome.actor) and longest > 12
 
 
 def total(outcome: Outcome, figure: str) -> float:
@@ -224,6 +225,8 @@ FEATURES: dict[str, Feature] = {
     "odd vocabulary": Feature(  # which tensor ranks do not divide
         roles(DEEP | {"vocab_size": 283, "tie_word_embeddings": True}, DEEP | {"vocab_size": 283}),
         lambda outcome: max(max(tokens) for tokens in outcome.tokens().values()) >= 142, soon=("TP2",)),
+    "GPT-OSS, scored by OLMo 2": Feature(  # for the critic see "experts"
+        roles(FAMILIES["GPT-OSS"], FAMILIES["OLMo 2"]), has_own_layers, soon=("TP2 | PP2",), stops="TP2 | PP2"),
 }  # fmt: skip
 
 

@@ -255,7 +255,9 @@ def test_a_vocabulary_that_tensor_ranks_do_not_divide_is_drawn_from_alike(tmp_pa
 
 @pytest.mark.parametrize("model", ["mistral", "gpt-oss"])
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), pytest.param(2, 2, marks=pytest.mark.long)])
-def test_greedy_responses_through_a_window_are_those_of_transformers(models: dict[str, str], model: str, tp: int, pp: int) -> None:
+def test_greedy_responses_through_a_window_are_those_of_transformers(
+    models: dict[str, str], model: str, tp: int, pp: int
+) -> None:
     labels = ["plain", "two slots", "cache forgotten each round"] if tp == 1 else ["plain"]
     job: dict[str, Any] = dict(directory=models[model], tp=tp, pp=pp, samplings={"greedy": Sampling(0.0)})
     (answer, *_) = run_ranks(tp * pp, f"{JOBS}every_variant", variants=labels, **job)

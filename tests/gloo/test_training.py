@@ -195,7 +195,8 @@ MORE = [Case(1, 1, 1), Case(1, 1, 4), Case(2, 1, 1), Case(2, 1, 2, SEQUENCE), Ca
 
 
 NAMES_OF = {
-    "experts": ("mixtral", "qwen3-moe", "qwen3-moe-scalar"), "own layers": ("phi3", "olmo2", "olmo2-scalar", "gemma2", "gemma3", "gpt-oss"),
+    "experts": ("mixtral", "qwen3-moe", "qwen3-moe-scalar"),
+    "own layers": ("phi3", "olmo2", "olmo2-scalar", "gemma2", "gemma3", "gpt-oss"),
 }  # fmt: skip
 QUICK = {"experts": EXPERTS, "own layers": EXPERTS[:1]}
 

@@ -39,7 +39,13 @@ SHAPES = {
     # A small vocabulary: torch adds the two gradients of tied embeddings in place, fake tensors make a third.
     "2B, soft caps": _qwen("gemma2", 2304, 26, 8, 4, 9216, True) | {"head_dim": 256, "vocab_size": 32000},
     "20B, sinks": _qwen("gpt_oss", 2880, 24, 64, 8, 2880, False)
-    | {"architectures": ["GptOssForCausalLM"], "head_dim": 64, "num_local_experts": 32, "sliding_window": 128, "max_position_embeddings": 131072},
+    | {
+        "architectures": ["GptOssForCausalLM"],
+        "head_dim": 64,
+        "num_local_experts": 32,
+        "sliding_window": 128,
+        "max_position_embeddings": 131072,
+    },
     "7B, width norms": _qwen("olmo2", 4096, 32, 32, 32, 11008, False),
     "8B": _llama(4096, 32, 32, 8, 14336),
     "32B": _qwen("qwen3", 5120, 64, 64, 8, 25600, False),
@@ -133,7 +139,7 @@ LAYOUTS = {
     "1B, float32, one key head": Layout("1B, one key head", layers=4, rows=2, dtype="float32"),
     "2B, a key head each": Layout("2B, a key head each", 2, 2, stage=-1, layers=4, rows=3, train={"recompute": "selective"}),
     "2B, soft caps, float32": Layout("2B, soft caps", tp=2, layers=2, rows=2, dtype="float32"),
-    "20B, sinks, paged": Layout("20B, sinks", 4, layers=2, rows=4, kv="paged", train=PARALLEL | {"recompute": "selective"}),
+    "20B, sinks, paged": Layout("20B, sinks", 2, role="reference", layers=2, rows=16, kv="paged"),
     "7B, width norms": Layout("7B, width norms", 2, layers=4, rows=2, train=PARALLEL),
     "32B, pp 8, first": Layout("32B", 8, 8, 4, tokens=8192, response=4094, rows=16, train=PARALLEL),
     "32B critic": Layout("32B", 8, 4, 2, "critic", -1, layers=32, rows=4, train=FULL),

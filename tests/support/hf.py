@@ -23,7 +23,8 @@ PHI_LONG, PHI_SHORT = (
     for of_length in ({"original_max_position_embeddings": n} for n in (16, 64))
 )
 OSS = {
-    "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 8, "swiglu_limit": 1.0, "rope_parameters": {
+    "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 8, "swiglu_limit": 1.0,
+    "rope_parameters": {
         "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
         "original_max_position_embeddings": 32}}  # fmt: skip
 """A limit that clamps some numbers of random experts."""

@@ -106,9 +106,9 @@ def triton_attention(
         for size in (dim, 2)
     )
     attend_tile[(sequences, tiles, groups * splits)](
-        q_TND, k_PKGD, v_PKGD, call.table_SW, call.new_ends if many else call.new_S, call.length_S, sinks, out, sums, peaks, scale,
-        call.table_SW.stride(0), window or 0, cap or 0.0, many, window is not None, cap is not None, groups, repeat, dim, block,
-        rows, padded, step, splits, num_stages=2,
+        q_TND, k_PKGD, v_PKGD, call.table_SW, call.new_ends if many else call.new_S, call.length_S, sinks, out, sums, peaks,
+        scale, call.table_SW.stride(0), window or 0, cap or 0.0, many, window is not None, cap is not None, groups, repeat, dim,
+        block, rows, padded, step, splits, num_stages=2,
     )  # fmt: skip
     if splits > 1:
         _join[(tokens * heads,)](sums, peaks, out, dim, padded, splits)
