@@ -71,13 +71,17 @@ def drawn_and_trained(
     return found
 
 
+def router(layer: Any) -> Any:
+    return layer.mlp.router if hasattr(layer.mlp, "router") else layer.mlp.gate
+
+
 def force(model: Any, given_TLK: Tensor) -> None:
     """Let transformers' routers choose the experts in `given_TLK`."""
     for number, layer in enumerate(model.model.layers):
-        gate, experts = layer.mlp.gate, Experts(6, 3, 24, True)
+        gate, experts = router(layer), Experts(6, given_TLK.shape[2], 24, True)
 
         def routed(hidden: Tensor, gate: Any = gate, number: int = number, experts: Experts = experts) -> Any:
-            logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), gate.weight)
+            logits = F.linear(hidden.reshape(-1, hidden.shape[-1]), gate.weight, getattr(gate, "bias", None))
             table = torch.softmax(logits, -1)
             free = torch.topk(table, experts.active).indices
             chosen = torch.where(given_TLK[:, number] == ANY, free, given_TLK[:, number].long())
@@ -87,12 +91,14 @@ def force(model: Any, given_TLK: Tensor) -> None:
         gate.forward = routed
 
 
-@pytest.mark.parametrize(("tp", "pp", "sync_steps"), [(1, 1, 4), (2, 2, 1)])
-def test_training_takes_the_experts_of_decoding(tmp_path: Path, tp: int, pp: int, sync_steps: int) -> None:
+@pytest.mark.parametrize(("family", "tp", "pp", "sync_steps"), [
+    ("qwen3_moe", 1, 1, 4), ("qwen3_moe", 2, 2, 1), ("gpt_oss", 1, 1, 4), pytest.param("gpt_oss", 2, 2, 1, marks=pytest.mark.long)
+])  # fmt: skip
+def test_training_takes_the_experts_of_decoding(tmp_path: Path, family: str, tp: int, pp: int, sync_steps: int) -> None:
     """By other weights, which would choose others, as after an update."""
     shape = {"num_experts": 6}
-    save_small(tmp_path / "drawing", "qwen3_moe", **shape)
-    save_small(tmp_path / "trained", "qwen3_moe", **shape, seed=1)
+    save_small(tmp_path / "drawing", family, **shape)
+    save_small(tmp_path / "trained", family, **shape, seed=1)
     where = {"directory": str(tmp_path / "drawing"), "trained": str(tmp_path / "trained"), "tp": tp, "pp": pp}
     answers = run_ranks(tp * pp, JOB, **where, num_prompts=6, sync_steps=sync_steps)
     answer = answers[-1]
@@ -109,7 +115,7 @@ def test_training_takes_the_experts_of_decoding(tmp_path: Path, tp: int, pp: int
         with torch.no_grad():
             asked: list[Tensor] = []
             hooks = [
-                layer.mlp.gate.register_forward_hook(lambda _, __, out, a=asked: a.append(out[2]))
+                router(layer).register_forward_hook(lambda _, __, out, a=asked: a.append(out[2]))
                 for layer in drawing.model.layers
             ]
             drawn = drawing(ids).logits[0].log_softmax(-1)
@@ -119,11 +125,11 @@ def test_training_takes_the_experts_of_decoding(tmp_path: Path, tp: int, pp: int
             assert torch.equal(given[rows].long().sort(-1).values, chosen.sort(-1).values), "what the drawing model chose"
             plain = trained(ids).logits[0].log_softmax(-1)
             free += plain[rows, ids[0, rows + 1]].tolist()
-            before = [layer.mlp.gate.forward for layer in trained.model.layers]
+            before = [router(layer).forward for layer in trained.model.layers]
             force(trained, given)
             replayed += trained(ids).logits[0].log_softmax(-1)[rows, ids[0, rows + 1]].tolist()
             for layer, forward in zip(trained.model.layers, before, strict=True):
-                layer.mlp.gate.forward = forward
+                router(layer).forward = forward
     assert answer["free"].tolist() == pytest.approx(free, abs=1e-4)
     assert answer["replayed"].tolist() == pytest.approx(replayed, abs=1e-4)
     assert (answer["replayed"] - answer["free"]).abs().max() > 0.05, "the routers of other weights choose other experts"

@@ -25,14 +25,22 @@ from tests.support.ranks import run_ranks
 MODELS = {
     "qwen2-tied": ("qwen2", "lm", {"tie_word_embeddings": True}), "llama": ("llama", "lm", {}), "qwen3": ("qwen3", "lm", {}),
     "llama-reward": ("llama", "scalar", {}), "mistral": ("mistral", "lm", {"sliding_window": 8}),
-    "qwen3-moe": ("qwen3_moe", "lm", {}),
+    "qwen3-moe": ("qwen3_moe", "lm", {}), "gpt-oss": ("gpt_oss", "lm", {}),
 }  # fmt: skip
 AS = {"lm": "causal-lm", "scalar": "reward"}
 
 
 @pytest.mark.parametrize(
     "name,tp,pp",
-    [("qwen2-tied", 1, 2), ("llama", 2, 2), ("qwen3", 2, 1), ("llama-reward", 1, 2), ("mistral", 2, 1), ("qwen3-moe", 2, 2)],
+    [
+        ("qwen2-tied", 1, 2),
+        ("llama", 2, 2),
+        ("qwen3", 2, 1),
+        ("llama-reward", 1, 2),
+        ("mistral", 2, 1),
+        ("qwen3-moe", 2, 2),
+        ("gpt-oss", 2, 1),
+    ],
 )
 def test_megatron_core_loads_what_convert_writes(tmp_path: Path, name: str, tp: int, pp: int) -> None:
     family, head, changes = MODELS[name]
@@ -98,7 +106,7 @@ def test_reasons_of_torchs_readers() -> None:
 
 @pytest.mark.parametrize("name,tp,pp,prefix,per_layer", [
     ("qwen2-tied", 1, 2, "", False), ("llama", 2, 2, "model.", False), ("qwen3", 2, 1, "module.", True),
-    ("llama-reward", 1, 2, "", True),
+    ("llama-reward", 1, 2, "", True), ("gpt-oss", 2, 2, "", False),
 ])  # fmt: skip
 def test_convert_reads_what_megatron_saves(tmp_path: Path, name: str, tp: int, pp: int, prefix: str, per_layer: bool) -> None:
     family, head, changes = MODELS[name]

@@ -58,7 +58,7 @@ class Workspace:
             *path, last = key.split(".")
             for part in path:
                 node = node.setdefault(part, {})
-            node[last] = value
+            node[last] = deepcopy(value)
         return config
 
 

@@ -96,8 +96,8 @@ class DenseExperts:
     def read(self, name: str, region: tuple[slice, ...]) -> torch.Tensor:
         if name in self._base.tensors:
             return self._base.read(name, region)
-        experts = range(self.tensors[name].shape[0])[region[0]]
-        return torch.cat([self._matrix(name, slice(e, e + 1)) for e in experts])[(slice(None), *region[1:])]
+        rest, experts = (slice(None), *region[1:]), range(self.tensors[name].shape[0])[region[0]]
+        return torch.cat([self._matrix(name, slice(e, e + 1)) for e in experts])[rest]
 
     def _matrix(self, name: str, expert: slice) -> torch.Tensor:
         all_of_it = slice(None)
