@@ -59,7 +59,7 @@ def read_in_the_decode_loop() -> None:
 
 
 def mask_that_no_kernel_takes() -> None:
-    def attend(q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, mask: Tensor | None, scale: float, cap: None) -> Tensor:
+    def attend(q_SGRD: Tensor, k_SGLD: Tensor, v_SGLD: Tensor, mask: Tensor | None, scale: float, *_: None) -> Tensor:
         q_SN1D = q_SGRD.flatten(1, 2).unsqueeze(2)
         attention = torch.nn.functional.scaled_dot_product_attention
         out = attention(q_SN1D, k_SGLD, v_SGLD, attn_mask=mask, scale=scale, enable_gqa=True)

@@ -140,11 +140,13 @@ def attention(
 
 
 def by_table(
-    watch: Watch, q: Tensor, k: Tensor, v: Tensor, call: PagedCall, scale: float, window: int | None, cap: float | None
-) -> Tensor:
+    watch: Watch, q: Tensor, k: Tensor, v: Tensor, call: PagedCall, scale: float, window: int | None, cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """The Triton kernel of paged caches, as far as a device can be told of it."""
     out = torch.empty_like(q)
-    watch.uses([q, k, v, call.table_SW, call.length_S, *([call.new_ends] if call.most_new > 1 else [])], [out])
+    given = [*([call.new_ends] if call.most_new > 1 else []), *([] if sinks is None else [sinks])]
+    watch.uses([q, k, v, call.table_SW, call.length_S, *given], [out])
     watch.learn(out, None)
     return out
 

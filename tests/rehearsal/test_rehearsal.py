@@ -27,6 +27,7 @@ LONG = (
     "updated as pp 2",
     "pairs, dp 2",
     "soft caps, paged",
+    "sinks and biased experts, tp 2, dense",
     "dp 2, updated as tp 2",
     "updated as pp 2, interleaved",
     "remax",

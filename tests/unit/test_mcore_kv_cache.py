@@ -42,7 +42,9 @@ def new_paged(num_slots: int, budget_bytes: int | None = None, **changes: Any) -
     return PagedKVCache(num_slots=num_slots, budget_bytes=budget_bytes, **sizes)
 
 
-def by_tables(q: Tensor, k: Tensor, v: Tensor, call: PagedCall, scale: float, window: int | None, cap: None) -> Tensor:
+def by_tables(
+    q: Tensor, k: Tensor, v: Tensor, call: PagedCall, scale: float, window: int | None, cap: None, sinks: None
+) -> Tensor:
     """The kernel's attention, token by token: causal, the last query sees all that is cached, or a window of it."""
     outputs = []
     for s, (start, end) in enumerate(pairwise(call.new_ends.tolist())):
