@@ -95,7 +95,8 @@ CASES: dict[str, tuple[str, str, int, int, dict[str, Any]]] = {
     **{f"a window, tp {tp}, pp {pp}": ("mistral", "lm", tp, pp, {"sliding_window": 8, "head_dim": 16, "vocab_size": 65})
        for tp, pp in LAYOUTS[1:]},
     **{f"a window in some layers of {family}": (family, "lm", 1, 2, SOME) for family in ("qwen2", "qwen3")},
-    **{f"a scalar head of {family}": (family, "scalar", 1, 1, {}) for family in ("llama", "qwen3", "olmo2", "gemma3_text", "gpt_oss")},
+    **{f"a scalar head of {family}": (family, "scalar", 1, 1, {})
+       for family in ("llama", "qwen3", "olmo2", "gemma3_text", "gpt_oss")},
     "a scalar head of mistral": ("mistral", "scalar", 1, 1, {"sliding_window": 8}),
 }  # fmt: skip
 
