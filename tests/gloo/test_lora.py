@@ -95,6 +95,7 @@ Capture = pytest.CaptureFixture[str]
 LORA: dict[str, dict[str, Any]] = {
     "qwen2": {"rank": 4, "alpha": 6.0, "targets": list(TARGETS)},
     "qwen3-scalar": {"rank": 3, "alpha": 3.0, "targets": ["q_proj", "v_proj", "up_proj", "down_proj"]},
+    "gpt-oss": {"rank": 4, "alpha": 6.0, "targets": ["q_proj", "k_proj", "v_proj", "o_proj"]},
 }
 CASES = [Case(1, 1, 1), Case(2, 1, 2, SEQUENCE | SELECTIVE), Case(1, 2, 1, {"vpp": 2})]
 WIDE = [Case(2, 1, 1), Case(1, 2, 1), Case(2, 2, 1, SEQUENCE | FULL)]
