@@ -251,7 +251,7 @@ def test_paged_attention_by_this_machines_kernel_equals_gathered_attention(devic
         "num_layers": 1, "num_kv_heads": 2, "head_dim": 64, "num_slots": 3, "max_length": 700, "dtype": dtype,
         "rope": (torch.ones(700, 64, device=place), torch.zeros(700, 64, device=place)), "device": place,
     }  # fmt: skip
-    caches = PagedKVCache(**sizes), PagedKVCache(**sizes, kernel=kernel)
+    caches, sinks = (PagedKVCache(**sizes), PagedKVCache(**sizes, kernel=kernel)), torch.linspace(-2, 4, 8, device=place)
     for cache in caches:
         for seq_id in range(3):
             cache.open(seq_id)
@@ -261,9 +261,28 @@ def test_paged_attention_by_this_machines_kernel_equals_gathered_attention(devic
         for cache in caches:
             plan = cache.begin(range(3), lens)
             outputs += [plan.attend(0, q, k, v, 64**-0.5, window).float() for window in (None, 1, 100)]
+            outputs += [plan.attend(0, q, k, v, 64**-0.5, window, sinks=sinks).float() for window in (None, 100)]
             cache.commit(plan)
-        for gathered, by_kernel in zip(outputs[:3], outputs[3:], strict=True):
+        for gathered, by_kernel in zip(outputs[:5], outputs[5:], strict=True):
             assert float((gathered - by_kernel).abs().max()) < 0.02
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_gradients_under_sinks_are_those_of_composed_attention(device: str, window: int | None) -> None:
+    """The kernel's backward pass has to read the output and log-sums that sinks have changed."""
+    lengths, generator = [600, 3, 257], torch.Generator(device).manual_seed(1)
+    rope = torch.ones(700, 64, device=device), torch.zeros(700, 64, device=device)
+    sizes = [(sum(lengths), heads, 64) for heads in (8, 2, 2, 8)]
+    *given, weights = (torch.randn(size, generator=generator, device=device).bfloat16() for size in sizes)
+    given.append(torch.linspace(-2, 4, 8, device=device).bfloat16())
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):  # no kernel takes the latter
+        own = [x.detach().to(dtype).requires_grad_() for x in given]
+        out = PackedPlan(lengths, rope).attend(0, *own[:3], 64**-0.5, window, sinks=own[3])
+        (out.float() * weights.float().flatten(1)).sum().backward()
+        found.append([out.detach().float(), *(x.grad.float() for x in own)])
+    for ours, exact in zip(*found, strict=True):
+        assert float((ours - exact).norm() / exact.norm()) < 0.02
 
 
 def _run(config: TrainConfig, device: str) -> Outcome:
