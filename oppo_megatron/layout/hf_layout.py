@@ -60,6 +60,7 @@ class Part:
         return found
 
     def as_param(self, share: Any) -> Any:
+        """Lay out a file's share as the parameter has it; `as_filed`: the reverse."""
         share = share.transpose(1, 2) if self.turned else share
         return share.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2) if self.mixed else share
 
@@ -283,7 +284,7 @@ BLOCKS, SCALES = "_blocks", "_scales"
 
 
 def dense(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Name a matrix per expert where files have it in MXFP4: bytes [experts, outputs, blocks, 16] of 2 numbers, and scales."""
+    """Replace pairs in MXFP4 by the matrices that they make: bytes [experts, outputs, blocks, 16] of two numbers, and scales."""
     found = dict(stored)
     for name, (size, dtype) in stored.items():
         whole = name.removesuffix(BLOCKS)

@@ -159,7 +159,8 @@ def mix(
     if biases is not None:  # by products, whose gradients do not depend on the device's timing
         own_NE = (sorted_N[: len(place_N), None] == number_E).to(out_N.dtype)
         out_N = torch.addmm(out_N, own_NE, biases[0])
-    out_N = grouped_product(gated(out_N, "silu", clamp) * share_N1, down, ends_E)
+    out_N = gated(out_N, "silu", clamp)
+    out_N = grouped_product(out_N * share_N1, down, ends_E)
     if biases is not None:
         out_N = torch.addmm(out_N, own_NE * share_N1, biases[1])
     if is_part and not waits:  # rows of others are arbitrary
