@@ -145,7 +145,7 @@ class Recipe:
         roles = self.tree.get("placement", {}).get("mode", "")
         about = self.about.splitlines()[0].removeprefix("# ").rstrip(".")
         cells = (
-            f"[{self.name}]({self.name}.yaml)", about, f"{gpus.num_ranks} x {self.cluster.stem.split('-', 1)[1].upper()}",
+            f"[{self.name}]({self.name}.yaml)", about, f"{gpus.num_ranks} x {self.cluster.stem.removesuffix('-cluster').split('-', 1)[1].upper()}",
             layout_text(self.tree) or roles, f"{self.gigabytes:.1f} of {self.available:g}", seconds,
         )  # fmt: skip
         return f"| {' | '.join(cells)} |"
@@ -174,10 +174,8 @@ def laid_out(tree: Mapping[str, Any], plan: Mapping[str, Any]) -> dict[str, Any]
             continue
         layout = {key: _given(value) if isinstance(value := planned.get(key), dict) else value for key in LAYOUT}
         if "train" in layout and layout["train"]:
-            layout["train"] = {key: value for key, value in layout["train"].items() if value not in (False, "none")}
-            layout["train"] = {
-                key: value for key, value in layout["train"].items() if (key, value) not in (("vpp", 1), ("cp", 1))
-            }
+            usual = (*((key, 1) for key in ("vpp", "cp", "ep")), ("sequence_parallel", False), ("recompute", "none"))
+            layout["train"] = {key: value for key, value in layout["train"].items() if (key, value) not in usual}
         layout = {key: value for key, value in layout.items() if value}
         own = {key: value for key, value in found.get(role, {"checkpoint": SAME}).items() if key not in LAYOUT}
         if role in found or layout:
@@ -199,7 +197,7 @@ def layout_text(tree: Mapping[str, Any]) -> str:
     placement = tree.get("placement", {})
     model = tree.get("actor", tree.get("model", {}))
     serving = model.get("parallel") or placement.get("actor") or tree.get("parallel") or {}
-    training = {**serving, **{key: value for key, value in model.get("train", {}).items() if key in ("tp", "pp", "dp")}}
+    training = {**serving, **{key: value for key, value in model.get("train", {}).items() if key in ("tp", "pp", "dp", "cp", "ep")}}
     texts = [" ".join(f"{key} {size}" for key, size in sizes.items() if size > 1) or "1" for sizes in (serving, training)]
     return texts[0] if texts[0] == texts[1] or "actor" not in tree else f"{texts[0]}; trained {texts[1]}"
 

@@ -66,11 +66,14 @@ class SizesConfig(Section):
     dp: Annotated[PositiveInt | None, Unit("ranks")] = Field(None, description="data-parallel; null: the role's")
 
 
-class ContextConfig(Section):
-    """Size of an update only: decoding and scoring read whole sequences."""
+class UpdateSizesConfig(Section):
+    """Sizes of an update only: decoding and scoring read whole sequences, and their replicas do not wait for each other."""
 
     cp: Annotated[int, Unit("ranks")] = Field(
         1, ge=1, description="context-parallel size of the update: ranks that share each sequence; 1: none"
+    )
+    ep: Annotated[int, Unit("replicas")] = Field(
+        1, ge=1, description="expert-parallel size of the update: replicas that divide the experts of each layer; 1: none"
     )
 
 
@@ -86,7 +89,7 @@ class ParallelConfig(SizesConfig):
         return self.tp * self.pp * self.dp
 
 
-class TrainedParallelConfig(ParallelConfig, ContextConfig):
+class TrainedParallelConfig(ParallelConfig, UpdateSizesConfig):
     """Sizes of a model that is only trained."""
 
     @property
@@ -94,7 +97,7 @@ class TrainedParallelConfig(ParallelConfig, ContextConfig):
         return super().num_ranks * self.cp
 
 
-class TrainingLayoutConfig(SizesConfig, ContextConfig):
+class TrainingLayoutConfig(SizesConfig, UpdateSizesConfig):
     """The layout of a trained role during its update.
 
     A null size is taken from the role's `parallel` layout, with cp above 1 dp from the number of ranks.  If the layouts differ,

@@ -60,6 +60,7 @@ class Model:
     scalar: bool = False
     lora: LoraConfig | None = None
     on_cpu: bool = False
+    ep: int = 1
 
     @property
     def width(self) -> int:
@@ -133,7 +134,7 @@ class Model:
         own = self.ffn if self.lora is None or "down_proj" in self.lora.projections else 0
         pairs, experts = self.experts * self.hidden, experts_of(self.shape)
         if experts is not None:
-            weights *= experts.count / experts.active
+            weights *= experts.count / experts.active / self.ep
         down = tokens * (shard + gathered + self.ffn + pairs) + weights
         gates = tokens * (shard + (6 if experts is not None and experts.clamp else 4) * self.ffn - own)
         up = tokens * (shard + self.hidden - own + pairs) + 2 * weights

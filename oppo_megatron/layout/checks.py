@@ -98,7 +98,7 @@ def check_auto_placement(settings: TrainSettings) -> list[str]:
         written |= {f"{name}.ranks": role.ranks, f"{name}.parallel": role.parallel}
         if isinstance(role, TrainedRoleConfig):
             written |= {f"{name}.train.{size}": getattr(role.train, size, None) for size in ("tp", "pp", "dp", "ranks")}
-            more = {"vpp": role.train.vpp, "cp": role.train.cp}
+            more = {"vpp": role.train.vpp, "cp": role.train.cp, "ep": role.train.ep}
             written |= {f"{name}.train.{key}": count if count > 1 else None for key, count in more.items()}
     return [
         f"{key} is {Sizes.of(value) if isinstance(value, ParallelConfig) else value}, but placement.mode auto chooses the ranks "

@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from oppo_megatron.config.model import LoraConfig
@@ -25,8 +25,9 @@ SCALAR_HEAD = "score.weight"
 class Part:
     """A Hugging Face tensor, cut evenly along `cut` over the tensor ranks (None: whole), in the ranges `rows` of `param`.
 
-    If the ranks do not divide the vocabulary, the last share is smaller and its remaining rows are zero.  `turned`: matrices are
-    transposed in files; `mixed`: rows of gate and up lie there in turn (`TURNED`).
+    Experts are cut over the tensor ranks of `ep` replicas.  If the ranks do not divide the vocabulary, the last share is smaller
+    and its remaining rows are zero.  `turned`: matrices are transposed in files; `mixed`: rows of gate and up lie there in turn
+    (`TURNED`).
     """
 
     hf_name: str
@@ -34,6 +35,7 @@ class Part:
     cut: int | None
     param: str
     rows: tuple[slice, ...]
+    ep: int = 1
     turned: bool = False
     mixed: bool = False
 
@@ -41,12 +43,17 @@ class Part:
     def num_rows(self) -> int:
         return sum(r.stop - r.start for r in self.rows)
 
-    def share(self, tp_rank: int, tp_size: int) -> tuple[slice, ...]:
+    def shares(self, tp_size: int) -> int:
+        return 1 if self.cut is None else tp_size * self.ep
+
+    def share(self, place: int, tp_size: int) -> tuple[slice, ...]:
+        """Return the region of the rank `place` of a stage, or of a tensor rank."""
         region = [slice(0, size) for size in self.hf_shape]
         if self.cut is not None:
             whole = self.hf_shape[self.cut]
             size = self.num_rows if self.cut == 0 else whole // tp_size
-            region[self.cut] = slice(min(tp_rank * size, whole), min((tp_rank + 1) * size, whole))
+            first = place % self.shares(tp_size) * size
+            region[self.cut] = slice(min(first, whole), min(first + size, whole))
         return tuple(region)
 
     def spans(self, start: int, stop: int) -> list[slice]:
@@ -69,14 +76,16 @@ class Part:
         return rows.transpose(1, 2).contiguous() if self.turned else rows
 
 
-def stage_parts(shape: ModelShape, head: Head, *, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1) -> list[Part]:
+def stage_parts(
+    shape: ModelShape, head: Head, *, tp_size: int = 1, ep_size: int = 1, pp_rank: int = 0, pp_size: int = 1
+) -> list[Part]:
     """Parts in the model's order. Raises ConfigError if sizes do not divide."""
     sizes = [
         ("num_attention_heads", shape.num_heads, "tp", tp_size),
         ("num_key_value_heads", shape.num_kv_heads, "tp", tp_size),
         ("intermediate_size", shape.ffn_size, "tp", tp_size)
         if shape.experts is None
-        else ("number of experts", shape.experts.count, "tp", tp_size),
+        else ("number of experts", shape.experts.count, "tp" if ep_size == 1 else "tp x ep", tp_size * ep_size),
         ("num_hidden_layers", shape.num_layers, "pp", pp_size),
     ]
     problems = [
@@ -94,7 +103,7 @@ def stage_parts(shape: ModelShape, head: Head, *, tp_size: int = 1, pp_rank: int
         parts.append(_vocab_part(shape, EMBEDDING, "embedding.word_embeddings.weight", tp_size))
     per_stage = shape.num_layers // pp_size
     for layer in range(per_stage):
-        parts += _layer_parts(shape, tp_size, f"model.layers.{pp_rank * per_stage + layer}.", f"decoder.layers.{layer}.")
+        parts += _layer_parts(shape, tp_size, ep_size, f"model.layers.{pp_rank * per_stage + layer}.", f"decoder.layers.{layer}.")
     if last:
         parts.append(_part("model.norm.weight", (hidden,), None, "decoder.final_layernorm.weight", tp_size))
         if head == "scalar":
@@ -141,7 +150,7 @@ def _vocab_part(shape: ModelShape, hf_name: str, param: str, tp_size: int) -> Pa
     return Part(hf_name, (shape.vocab_size, shape.hidden_size), 0, param, (slice(0, shape.vocab_rows(tp_size)),))
 
 
-def _layer_parts(shape: ModelShape, tp_size: int, hf: str, ours: str) -> list[Part]:
+def _layer_parts(shape: ModelShape, tp_size: int, ep_size: int, hf: str, ours: str) -> list[Part]:
     hidden, ffn, head_dim = shape.hidden_size, shape.ffn_size, shape.head_dim
     heads_width, heads_per_group = shape.num_heads * head_dim, shape.num_heads // shape.num_kv_heads
     width = (heads_per_group + 2) * head_dim
@@ -181,14 +190,12 @@ def _layer_parts(shape: ModelShape, tp_size: int, hf: str, ours: str) -> list[Pa
         parts.append(_part(f"{router}.weight", (count, hidden), None, f"{ours}mlp.router", tp_size))
         if row.biased:
             parts.append(_part(f"{router}.bias", (count,), None, f"{ours}mlp.router_bias", tp_size))
-        width = experts.ffn_size
+        width, held = experts.ffn_size, (slice(0, count // (tp_size * ep_size)),)
         for name, own, (out, into) in ((GATE_UP, "gate_up", (2 * width, hidden)), (DOWN, "down", (hidden, width))):
             sizes, mixed = (count, into, out) if turned else (count, out, into), turned and name == GATE_UP
-            matrix = _part(f"{hf}{name}", sizes, 0, f"{ours}mlp.{own}", tp_size)
-            parts.append(replace(matrix, turned=turned, mixed=mixed))
+            parts.append(Part(f"{hf}{name}", sizes, 0, f"{ours}mlp.{own}", held, ep_size, turned=turned, mixed=mixed))
             if row.biased:
-                bias = _part(f"{hf}{name}_bias", (count, out), 0, f"{ours}mlp.{own}_bias", tp_size)
-                parts.append(replace(bias, mixed=mixed))
+                parts.append(Part(f"{hf}{name}_bias", (count, out), 0, f"{ours}mlp.{own}_bias", held, ep_size, mixed=mixed))
         return parts
     return [
         *parts,

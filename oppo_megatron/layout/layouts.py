@@ -19,17 +19,19 @@ class HasSizes(Protocol):
 
 
 class Sizes(NamedTuple):
-    """`vpp`: virtual stages per rank in training; `cp`: ranks that share each sequence there."""
+    """In training, `vpp`: virtual stages per rank; `cp`: ranks that share each sequence; `ep`: replicas that divide experts."""
 
     tp: int = 1
     pp: int = 1
     dp: int = 1
     vpp: int = 1
     cp: int = 1
+    ep: int = 1
 
     @classmethod
     def of(cls, layout: HasSizes, vpp: int = 1) -> Sizes:
-        return cls(layout.tp, layout.pp, layout.dp, vpp, getattr(layout, "cp", 1))  # layouts of decoding and scoring have none
+        more = (getattr(layout, size, 1) for size in ("cp", "ep"))  # layouts of decoding and scoring have none
+        return cls(layout.tp, layout.pp, layout.dp, vpp, *more)
 
     @property
     def num_ranks(self) -> int:
@@ -37,18 +39,23 @@ class Sizes(NamedTuple):
 
     def __str__(self) -> str:
         text = f"tp {self.tp} x pp {self.pp} x dp {self.dp}" + f" x cp {self.cp}" * (self.cp > 1)
-        return text if self.vpp == 1 else f"{text} with vpp {self.vpp}"
+        more = [f"{name} {count}" for name, count in (("vpp", self.vpp), ("ep", self.ep)) if count > 1]
+        return f"{text} with {' and '.join(more)}" if more else text
 
 
 @dataclass(frozen=True)
 class Limits:
-    """tp divides `width`, pp * vpp `layers`; at most a replica per sequence; each tensor rank has a row of the vocabulary."""
+    """tp divides `width`, pp * vpp `layers`; at most a replica per sequence; each tensor rank has a row of the vocabulary.
+
+    `experts`: of a layer, which tp * ep divides; ep divides dp.
+    """
 
     width: int
     layers: int
     sequences: int | None = None
     min_tp: int = 1
     vocab_size: int | None = None
+    experts: int = 1
 
     def admits(self, sizes: Sizes) -> bool:
         return (
@@ -58,22 +65,27 @@ class Limits:
             and (sizes.vpp == 1 or sizes.pp > 1)
             and (self.sequences is None or sizes.dp <= self.sequences)
             and (self.vocab_size is None or fills_shards(self.vocab_size, sizes.tp))
+            and self.divided(sizes) == sizes
         )
 
+    def divided(self, sizes: Sizes) -> Sizes:
+        """Return the sizes with the largest ep that divides the asked one and fits."""
+        return sizes._replace(ep=1 if sizes.cp > 1 else gcd(sizes.ep, sizes.dp, self.experts // sizes.tp or 1))
 
-def layouts_of(num_ranks: int, limits: Limits, *, interleaved: bool = False, cp: int = 1) -> Iterator[Sizes]:
+
+def layouts_of(num_ranks: int, limits: Limits, *, interleaved: bool = False, cp: int = 1, ep: int = 1) -> Iterator[Sizes]:
     cp = gcd(num_ranks, cp)
     num_ranks //= cp
     for tp in divisors(num_ranks):
         for pp in divisors(num_ranks // tp):
-            one = Sizes(tp, pp, num_ranks // tp // pp, cp=cp)
+            one = limits.divided(Sizes(tp, pp, num_ranks // tp // pp, cp=cp, ep=ep))
             counts = divisors(limits.layers // pp) if interleaved and limits.layers % pp == 0 else (1,)
             yield from (sizes for vpp in counts if limits.admits(sizes := one._replace(vpp=vpp)))
 
 
 def nearest_layouts(asked: Sizes, num_ranks: int, limits: Limits, also: Callable[[Sizes], bool]) -> list[Sizes]:
     """Layouts of `num_ranks`, the nearest to `asked` first (by the product of the sizes' ratios), then smaller tp, pp."""
-    found = layouts_of(num_ranks, limits, interleaved=asked.vpp > 1, cp=asked.cp)
+    found = layouts_of(num_ranks, limits, interleaved=asked.vpp > 1, cp=asked.cp, ep=asked.ep)
     return sorted(filter(also, found), key=lambda sizes: (_distance(sizes, asked), sizes))
 
 

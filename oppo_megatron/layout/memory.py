@@ -66,7 +66,7 @@ def stage_layers(shape: Shape, pp: int, stage: int, vpp: int = 1) -> list[range]
     return [range(first, first + size) for first in ((chunk * pp + stage) * size for chunk in range(vpp))]
 
 
-def stage_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool) -> int:
+def stage_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool, ep: int = 1) -> int:
     hidden, embedding = shape["hidden_size"], vocab_rows(shape["vocab_size"], tp) * shape["hidden_size"]
     layer = layer_weights(shape) // tp + norm_weights(shape, tp)
     row, experts = traits(shape), experts_of(shape)
@@ -77,8 +77,9 @@ def stage_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool
         layer += shape["num_attention_heads"] // tp
     if experts is not None:
         layer += experts.count * hidden  # the router
+        layer -= expert_weights(shape) // tp - expert_weights(shape) // (tp * ep)
         if row.biased:  # of the output projection, the router and the experts
-            layer += hidden + experts.count + experts.count // tp * (2 * experts.ffn_size + hidden)
+            layer += hidden + experts.count + experts.count // (tp * ep) * (2 * experts.ffn_size + hidden)
     count = shape["num_hidden_layers"] // pp * layer
     if stage == 0:
         count += embedding
@@ -87,6 +88,11 @@ def stage_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool
         head = hidden if scalar else 0 if shared else embedding
         count += hidden + head  # the last norm
     return int(count)
+
+
+def expert_weights(shape: Shape) -> int:
+    """Weights of a layer's experts."""
+    return 0 if experts_of(shape) is None else sum(each.size for each in layer_linears(shape)[2:])
 
 
 def adapter_parameters(shape: Shape, tp: int, pp: int, lora: LoraConfig) -> int:
@@ -100,16 +106,18 @@ def adapter_parameters(shape: Shape, tp: int, pp: int, lora: LoraConfig) -> int:
 def packed_parameters(shape: Shape, tp: int, pp: int, stage: int, *, scalar: bool) -> int:
     """Parameters in products, including the vocabulary's, tied or not."""
     head = vocab_rows(shape["vocab_size"], tp) * shape["hidden_size"] if stage == pp - 1 and not scalar else 0
-    layer = (
-        layer_weights(shape) if experts_of(shape) is None else sum(each.size for each in layer_linears(shape)[:2])
-    )  # experts are not packed
+    layer = layer_weights(shape) - expert_weights(shape)  # those are not packed
     return int(shape["num_hidden_layers"] // pp * (layer // tp) + head)
 
 
+def optimizer_bytes(dtype: str) -> int:
+    """Bytes of Adam's moments of a parameter and, for bfloat16, of its float32 weight."""
+    return 2 * FP32 + (FP32 if dtype == "bfloat16" else 0)
+
+
 def training_state(num_parameters: int, dtype: str, dp: int) -> Memory:
-    """Float32 main gradients; sharded over replicas, Adam's moments and, for bfloat16, float32 weights."""
-    held = 2 * FP32 + (FP32 if dtype == "bfloat16" else 0)
-    return Memory(gradients=num_parameters * FP32, optimizer=num_parameters * held / dp)
+    """Float32 main gradients, and the optimizer's share of a replica."""
+    return Memory(gradients=num_parameters * FP32, optimizer=num_parameters * optimizer_bytes(dtype) / dp)
 
 
 def slot_tokens(context: int, kv_layout: KVLayout) -> int:

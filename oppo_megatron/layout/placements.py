@@ -20,17 +20,22 @@ class RankCoordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class RolePlacement:
-    """`len(ranks) == tp * pp * dp * cp`; the `cp` ranks that share sequences have a copy of the weights each."""
+    """`len(ranks) == tp * pp * dp * cp`; the `cp` ranks that share sequences have a copy of the weights each.
+
+    `ep` neighbouring replicas divide the experts.
+    """
 
     ranks: tuple[int, ...]
     tp: int = 1
     pp: int = 1
     dp: int = 1
     cp: int = 1
+    ep: int = 1
 
     @property
     def layout(self) -> tuple[int, ...]:
-        return (self.tp, self.pp, self.dp) if self.cp == 1 else (self.tp, self.pp, self.dp, self.cp)
+        more = (self.cp, self.ep) if self.ep > 1 else (self.cp,) if self.cp > 1 else ()
+        return (self.tp, self.pp, self.dp, *more)
 
     @property
     def copies(self) -> int:
@@ -91,7 +96,7 @@ def training_placements(config: TrainConfig) -> dict[str, RolePlacement]:
             ranks = parse_ranks(others)
         if others is not None or train.cp > 1:
             dp = train.dp or max(1, len(ranks) // (tp * pp * train.cp))
-        found[name] = RolePlacement(ranks, tp, pp, dp, train.cp)
+        found[name] = RolePlacement(ranks, tp, pp, dp, train.cp, train.ep)
     return found
 
 
@@ -103,7 +108,8 @@ def trains_apart(config: TrainConfig) -> bool:
 
 def has_own_training_weights(serving: RolePlacement, training: RolePlacement, vpp: int) -> bool:
     """True if a trained role holds its weights twice; virtual stages hold other layers than serving."""
-    return (serving.ranks, serving.tp, serving.pp) != (training.ranks, training.tp, training.pp) or vpp > 1
+    same = (serving.ranks, serving.tp, serving.pp) == (training.ranks, training.tp, training.pp)
+    return not same or vpp > 1 or training.ep > 1
 
 
 def pools(config: TrainConfig) -> dict[str, RolePlacement]:
@@ -137,7 +143,7 @@ def layout_tree(config: TrainConfig | SupervisedConfig) -> dict[str, list[Any]]:
 
 def supervised_placement(config: SupervisedConfig) -> RolePlacement:
     layout = config.parallel
-    return RolePlacement(tuple(range(layout.num_ranks)), layout.tp, layout.pp, layout.dp, layout.cp)
+    return RolePlacement(tuple(range(layout.num_ranks)), layout.tp, layout.pp, layout.dp, layout.cp, layout.ep)
 
 
 def shares_weights(config: TrainConfig) -> bool:
@@ -205,8 +211,11 @@ def group_name(label: str, ranks: Sequence[int]) -> GroupName:
     return GroupName(label if len(ranks) > 1 else ALONE, tuple(ranks))
 
 
-def model_groups(ranks: Sequence[int], tp: int, pp: int, role: str, cp: int = 1) -> Iterator[tuple[str, GroupName]]:
+def model_groups(ranks: Sequence[int], tp: int, pp: int, role: str, cp: int = 1, ep: int = 1) -> Iterator[tuple[str, GroupName]]:
     """Yield (part, group) of a model on `ranks` (tensor fastest, then context, data, pipeline); `dp`: all copies.
+
+    With `ep`, of ranks that hold one set of experts: `exchange` (of one tensor rank), `experts` (of a stage), `experts_pp` (of
+    all stages); `experts_dp`: of ranks with the same experts.
 
     Roles share groups of equal ranks and part, except tensor groups: roles that decode and prefill at once would wait for each
     other.
@@ -234,6 +243,14 @@ def model_groups(ranks: Sequence[int], tp: int, pp: int, role: str, cp: int = 1)
         members |= {
             "context": [[rank(p, d + c, t) for c in range(cp)] for p in stages for d in replicas[::cp] for t in shards],
             "data": [[rank(p, d + c, t) for d in replicas[::cp]] for p in stages for c in range(cp) for t in shards],
+        }
+    if ep > 1:
+        peers, first = range(ep), replicas[::ep]
+        members |= {
+            "exchange": [[rank(p, d + e, t) for e in peers] for p in stages for d in first for t in shards],
+            "experts": [[rank(p, d + e, t) for e in peers for t in shards] for p in stages for d in first],
+            "experts_pp": [[rank(p, d + e, t) for p in stages for e in peers for t in shards] for d in first],
+            "experts_dp": [[rank(p, d + e, t) for d in first] for p in stages for e in peers for t in shards],
         }
     for part, groups in members.items():
         label = f"{role}.tp" if part == "tp" else part

@@ -22,6 +22,7 @@ from oppo_megatron.layout.memory import (
     adapter_parameters,
     gather_bytes,
     kv_slots,
+    optimizer_bytes,
     packed_parameters,
     slot_tokens,
     stage_layers,
@@ -43,7 +44,7 @@ from oppo_megatron.layout.placements import (
     training_placements,
     trains_apart,
 )
-from oppo_megatron.layout.shape import kv_bytes_per_token
+from oppo_megatron.layout.shape import DTYPE_BYTES, kv_bytes_per_token
 from oppo_megatron.modeldir.headers import read_hf_config
 
 SCALAR_ROLES = ("critic", "reward")
@@ -74,23 +75,24 @@ class RoleModel(activations.Model):
         return 0 if self.shared else own * self.width
 
     def parameters(self, placement: RolePlacement, stage: int) -> int:
-        return stage_parameters(self.shape, placement.tp, placement.pp, stage, scalar=self.scalar)
+        return stage_parameters(self.shape, placement.tp, placement.pp, stage, scalar=self.scalar, ep=placement.ep)
 
     def computed(self, placement: RolePlacement, *, on_cpu: bool) -> RoleModel:
-        return replace(self, tp=placement.tp, on_cpu=on_cpu)
+        return replace(self, tp=placement.tp, ep=placement.ep, on_cpu=on_cpu)
 
     def trained(
         self, placement: RolePlacement, stage: int, train: TrainingLayoutConfig, batch: TrainingBatch, *, on_cpu: bool
     ) -> Memory:
         if self.lora is None:
-            trainable = self.parameters(placement, stage)
+            held, whole = (self.parameters(each, stage) for each in (placement, replace(placement, ep=1)))
         else:
-            trainable = self._adapters(placement) + (self.hidden if self.scalar and stage == placement.pp - 1 else 0)
-        state = training_state(trainable, self.dtype, placement.copies)
+            held = whole = self._adapters(placement) + (self.hidden if self.scalar and stage == placement.pp - 1 else 0)
+        optimizer = training_state(whole, self.dtype, placement.copies).optimizer  # all replicas divide it
+        state = replace(training_state(held, self.dtype, placement.copies), optimizer=optimizer)
         model, sizes = self.computed(placement, on_cpu=on_cpu), Sizes.of(placement, train.vpp)
-        held = activations.training_activations(model, sizes, stage, train, batch)
+        activated = activations.training_activations(model, sizes, stage, train, batch)
         gathered = 0 if self.lora else gather_bytes(self.shape, self.dtype, train, placement.tp, batch.tokens)
-        return replace(state, buffers=gathered, activations=held)
+        return replace(state, buffers=gathered, activations=activated)
 
     def _adapters(self, placement: RolePlacement) -> int:
         return 0 if self.lora is None else adapter_parameters(self.shape, placement.tp, placement.pp, self.lora)
@@ -231,7 +233,7 @@ def written_bytes(config: TrainConfig | SupervisedConfig) -> float:
         if role is None or role.lora is not None or not held.memory.optimizer:
             continue
         state += held.memory.optimizer  # sharded over the replicas
-        weights += max(held.memory.weights, held.memory.copy) if held.coords.replica == 0 else 0
+        weights += held.memory.optimizer * DTYPE_BYTES[role.dtype] / optimizer_bytes(role.dtype)
     checkpoints = bool(saves.saves_end or saves.every_steps or saves.every_minutes)
     return weights * saves.writes_weights * (1 + bool(saves.keep_best)) + (weights + state) * checkpoints
 
@@ -292,7 +294,7 @@ def _words(sizes: Mapping[str, int]) -> dict[str, str]:
 
 
 def supervised_holdings(config: SupervisedConfig, *, on_cpu: bool) -> list[Holding]:
-    placement, train = supervised_placement(config), TrainingLayoutConfig(cp=config.parallel.cp)
+    placement, train = supervised_placement(config), TrainingLayoutConfig(cp=config.parallel.cp, ep=config.parallel.ep)
     model = RoleModel.of(config.model, scalar=config.SCALAR)
     sequences = 2 if config.of_pairs else 1  # a chosen and a rejected completion
     rows, tokens = ceil(config.batch_size / placement.dp), config.runtime.micro_batch_tokens

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,13 +81,31 @@ def check_divisions(name: str, shape: Shape, sizes: Sizes, num_ranks: int, limit
         problems.append(f"{name}: {layers} layers do not divide by pp {pp}; choose pp from {fitting}")
     elif layers % (pp * vpp):
         problems.append(f"{name}: {layers} layers do not divide by pp {pp} x vpp {vpp} = {pp * vpp}; use pp x vpp of {fitting}")
+    problems += [f"{name}: {problem}" for problem in _faults_of_ep(sizes, limits)]
     near = suggestion(sizes, num_ranks, limits) if problems else ""
     return [problem + near for problem in problems]
 
 
+def _faults_of_ep(sizes: Sizes, limits: Limits) -> Iterator[str]:
+    tp, dp, cp, ep = sizes.tp, sizes.dp, sizes.cp, sizes.ep
+    if ep == 1:
+        return
+    fitting = ", ".join(map(str, divisors(math.gcd(dp, limits.experts // tp or 1))))
+    if limits.experts == 1:
+        yield f"ep is {ep}, but divides experts over replicas, and the model has none; set ep to 1"
+    elif cp > 1:
+        yield f"ep is {ep} and cp {cp}, but replicas that divide experts do not share sequences; set one of them to 1"
+    elif dp % ep:
+        yield f"dp {dp} does not divide by ep {ep}, the number of replicas that divide experts; choose ep from {fitting}"
+    elif limits.experts % tp == 0 and limits.experts % (tp * ep):
+        yield f"number of experts {limits.experts} does not divide by tp {tp} x ep {ep} = {tp * ep}; choose ep from {fitting}"
+
+
 def model_limits(shape: Shape, sequences: int | None = None, min_tp: int = 1) -> Limits:
     width = math.gcd(shape["num_attention_heads"], num_kv_heads(shape), _divided_ffn(shape)[1])
-    return Limits(width, shape["num_hidden_layers"], sequences, min_tp, shape["vocab_size"])
+    experts = experts_of(shape)
+    count = 1 if experts is None else experts.count
+    return Limits(width, shape["num_hidden_layers"], sequences, min_tp, shape["vocab_size"], count)
 
 
 def _divided_ffn(shape: Shape) -> tuple[str, int]:

@@ -1,7 +1,9 @@
-"""Mixtures of experts, whole experts divided over the tensor ranks.
+"""Mixtures of experts, whole experts divided over the tensor ranks, in training also of neighbouring replicas.
 
-A rank computes its own experts' part of the sum for all tokens, as megatron-core's parallel products do: no token changes ranks.
-Legend: T tokens, H hidden, F feed-forward, E experts, K experts per token, N pairs of token and expert, I inputs, O outputs.
+Each tensor rank computes its own experts' part of the sum for all tokens, as megatron-core's parallel products do: no token
+changes tensor ranks.  Pairs of token and expert go to the replica that holds the expert, and come back.
+Legend: T tokens, H hidden, F feed-forward, E experts, K experts per token, N pairs, M pairs of other ranks' tokens too, I inputs,
+O outputs, R replicas that divide experts.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import (
+    all_to_all,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -137,32 +141,84 @@ def _sums(y_NH: Tensor, place_N: Tensor, num_tokens: int, active: int) -> Tensor
     return all_NH[:-1].view(num_tokens, active, -1).sum(1)
 
 
+class _Ordered(torch.autograd.Function):
+    """Rows in another order; `back_M`: its inverse."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_MI: Tensor, order_M: Tensor, back_M: Tensor) -> Tensor:
+        ctx.save_for_backward(back_M)
+        return rows_MI.index_select(0, order_M)
+
+    @staticmethod
+    def backward(ctx: Any, grad_MI: Tensor) -> tuple[Tensor, None, None]:
+        (back_M,) = ctx.saved_tensors
+        return grad_MI.index_select(0, back_M), None, None
+
+
+class Exchange:
+    """Passes rows of pairs, sorted by expert, to the replicas that hold the experts, and back.
+
+    `ends_E`: of the experts of `replicas` in turn; then `ends_E` and the passed rows are of this rank's experts.
+    """
+
+    def __init__(self, ends_E: Tensor, replicas: dist.ProcessGroup):
+        sent_RE = ends_E.diff(prepend=ends_E.new_zeros(1)).view(replicas.size(), -1)
+        received_RE = torch.empty_like(sent_RE)
+        dist.all_to_all_single(received_RE, sent_RE, group=replicas)
+        self._group, self.ends_E = replicas, received_RE.sum(0).cumsum(0).to(torch.int32)
+        self._sent, self._received = torch.stack([sent_RE, received_RE]).sum(-1).tolist()  # the host waits
+        self.num_sent, num_received = sum(self._sent), sum(self._received)
+        expert_RE = torch.arange(sent_RE.shape[1], device=ends_E.device).expand_as(sent_RE)
+        expert_M = expert_RE.flatten().repeat_interleave(received_RE.flatten(), output_size=num_received)
+        self._order_M = expert_M.argsort(stable=True)
+        self._place_M = self._order_M.argsort()
+
+    def there(self, rows: Tensor) -> Tensor:
+        return _Ordered.apply(all_to_all(self._group, rows, self._received, self._sent), self._order_M, self._place_M)
+
+    def back(self, rows: Tensor) -> Tensor:
+        return all_to_all(self._group, _Ordered.apply(rows, self._place_M, self._order_M), self._sent, self._received)
+
+
 def mix(
     x_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor, gate_up: Tensor, down: Tensor, first: int, *, is_part: bool, waits: bool,
-    biases: tuple[Tensor, Tensor] | None = None, clamp: tuple[float, float] | None = None,
+    replicas: dist.ProcessGroup | None = None, biases: tuple[Tensor, Tensor] | None = None,
+    clamp: tuple[float, float] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Sum the outputs of experts `first` to `first + len(down) - 1`; `is_part`: other ranks have the rest.
+    """Sum the outputs of experts `first` to `first + len(down) - 1`; `is_part`: other tensor ranks have the rest.
+
+    `replicas`: hold the next experts, as many each, and take part.
 
     `waits`: let the host wait, so that pairs of others take neither memory nor time.  `biases`: of both products.
     """
-    num_tokens, active = chosen_TK.shape
+    assert waits or replicas is None, "decoding does not wait for other replicas"
+    (num_tokens, active), count = chosen_TK.shape, len(down) * (1 if replicas is None else replicas.size())
     number_N = (chosen_TK - first).flatten()
     if is_part:
-        number_N = torch.where((number_N >= 0) & (number_N < len(down)), number_N, len(down))  # others' come last
+        number_N = torch.where((number_N >= 0) & (number_N < count), number_N, count)  # others' come last
     sorted_N, place_N = number_N.sort(stable=True)
-    number_E = torch.arange(len(down), device=x_TH.device)
-    ends_E = torch.searchsorted(sorted_N, number_E, right=True).to(torch.int32)
-    if is_part and waits:
+    ends_E = torch.searchsorted(sorted_N, torch.arange(count, device=x_TH.device), right=True).to(torch.int32)
+    exchange = None if replicas is None else Exchange(ends_E, replicas)
+    if exchange is not None:
+        place_N = place_N[: exchange.num_sent]
+    elif is_part and waits:
         place_N = place_N[: int(ends_E[-1])]
     share_N1 = weights_TK.to(x_TH.dtype).flatten().index_select(0, place_N).unsqueeze(1)
-    out_N = grouped_product(_Spread.apply(x_TH, place_N, active), gate_up, ends_E)  # by one name: freed soon
+    if exchange is None:
+        out_N = grouped_product(_Spread.apply(x_TH, place_N, active), gate_up, ends_E)  # by one name: freed soon
+    else:
+        share_N1, ends_E = exchange.there(share_N1), exchange.ends_E
+        out_N = grouped_product(exchange.there(_Spread.apply(x_TH, place_N, active)), gate_up, ends_E)
     if biases is not None:  # by products, whose gradients do not depend on the device's timing
-        own_NE = (sorted_N[: len(place_N), None] == number_E).to(out_N.dtype)
+        row_N, number_E = (torch.arange(size, dtype=torch.int32, device=x_TH.device) for size in (len(out_N), len(down)))
+        own_NE = (torch.searchsorted(ends_E, row_N, right=True).unsqueeze(1) == number_E).to(out_N.dtype)
         out_N = torch.addmm(out_N, own_NE, biases[0])
     out_N = gated(out_N, "silu", clamp)
     out_N = grouped_product(out_N * share_N1, down, ends_E)
     if biases is not None:
         out_N = torch.addmm(out_N, own_NE * share_N1, biases[1])
+    if exchange is not None:
+        out_N = exchange.back(out_N)
     if is_part and not waits:  # rows of others are arbitrary
         place_N = torch.where(sorted_N < len(down), place_N, num_tokens * active)
     return _Collect.apply(out_N, place_N, num_tokens, active)
@@ -171,12 +227,14 @@ def mix(
 class ExpertMLP(torch.nn.Module):
     plan: Any = None  # of the call
 
-    def __init__(self, config: TransformerConfig, experts: Experts, group: dist.ProcessGroup, layer: int):
+    def __init__(self, config: TransformerConfig, experts: Experts, groups: ProcessGroupCollection, layer: int):
         super().__init__()
+        group = groups.tp
         self.experts, self.group, self.layer = experts, group, layer
         self.is_part, self._in_shards = group.size() > 1, bool(config.sequence_parallel)
-        count, hidden, options = experts.count // group.size(), config.hidden_size, {"dtype": config.params_dtype}
-        self.first = count * group.rank()
+        self._holders, self._copies, self._replicas = groups.tp_ep, groups.expt_dp, groups.ep if groups.ep.size() > 1 else None
+        count, hidden, options = experts.count // groups.tp_ep.size(), config.hidden_size, {"dtype": config.params_dtype}
+        self.first = count * group.rank() if self._replicas is None else 0
         self.router = torch.nn.Parameter(torch.empty(experts.count, hidden, **options))
         self.gate_up = torch.nn.Parameter(torch.empty(count, 2 * experts.ffn_size, hidden, **options))
         self.down = torch.nn.Parameter(torch.empty(count, hidden, experts.ffn_size, **options))
@@ -190,6 +248,7 @@ class ExpertMLP(torch.nn.Module):
         for name, weight in self.named_parameters():
             if not name.startswith("router"):
                 set_tensor_model_parallel_attributes(weight, True, 0, 1)
+                tag_parameter(weight, "allreduce", self._replicas is None)  # else megatron-core sums gradients over `expt_dp`
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
         x_TH, group = hidden.squeeze(1), self.group
@@ -219,11 +278,20 @@ class ExpertMLP(torch.nn.Module):
         return chosen_TK, weights_TK
 
     def _mix(self, x_TH: Tensor, chosen_TK: Tensor, weights_TK: Tensor, plan: Any) -> Tensor:
+        if self._replicas is not None:
+            chosen_TK = self._numbered(chosen_TK)
         biases = None if self.router_bias is None else (self.gate_up_bias, self.down_bias)
         return mix(
             x_TH, chosen_TK, weights_TK, self.gate_up, self.down, self.first, is_part=self.is_part, waits=plan.waits,
-            biases=biases, clamp=self.experts.clamp,
+            replicas=self._replicas, biases=biases, clamp=self.experts.clamp,
         )  # fmt: skip
+
+    def _numbered(self, chosen_TK: Tensor) -> Tensor:
+        """Number the experts of this tensor rank's replicas in turn; other tensor ranks' come last."""
+        count, tp = len(self.down), self.group.size()
+        holder_TK = chosen_TK // count
+        own_TK = holder_TK // tp * count + chosen_TK % count
+        return torch.where(holder_TK % tp == self.group.rank(), own_TK, self.experts.count)
 
     def part(self, x_TH: Tensor, plan: Any) -> Tensor:
         """Return this rank's part of the sum, of hidden states that all ranks have (cached calls)."""
@@ -232,10 +300,9 @@ class ExpertMLP(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Sequence[Any] = (), metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        assert metadata is not None
         sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix, {name: 0 for name in SAVED if not name.startswith("router")},
-            sharded_offsets, tp_group=self.group, dp_cp_group=metadata["dp_cp_group"],
+            sharded_offsets, tp_group=self._holders, dp_cp_group=self._copies,
         )  # fmt: skip
         for name, _ in self.named_parameters():
             sharded[f"{prefix}{name}"].key = f"{prefix}{SAVED[name]}"
@@ -254,7 +321,7 @@ class ExpertLayer(TransformerLayer):
 
     def __init__(self, config: TransformerConfig, *args: Any, experts: Experts, pg_collection: Any, **kwargs: Any):
         super().__init__(config, *args, pg_collection=pg_collection, **kwargs)
-        self.mlp = ExpertMLP(config, experts, pg_collection.tp, self.layer_number - 1)
+        self.mlp = ExpertMLP(config, experts, pg_collection, self.layer_number - 1)
 
     def forward(self, *args: Any, packed_seq_params: Any, **kwargs: Any) -> Any:
         self.mlp.plan = packed_seq_params  # here, because a layer that is computed again comes here again

@@ -17,6 +17,7 @@ class RoleGroups:
     """`ranks[((pp_rank * dp + dp_rank) * cp + cp_rank) * tp + tp_rank]` is a global rank.
 
     megatron-core sees `copies` replicas in `collection`; the `cp` ranks of `context` share the sequences of one of `data`.
+    `experts`: the ranks, `ep` neighbouring replicas' of a stage, that hold one set of experts.
     """
 
     collection: ProcessGroupCollection
@@ -27,8 +28,10 @@ class RoleGroups:
     pp: int
     dp: int
     cp: int
+    ep: int
     data: dist.ProcessGroup
     context: dist.ProcessGroup
+    experts: dist.ProcessGroup
 
     @property
     def copies(self) -> int:
@@ -51,6 +54,11 @@ class RoleGroups:
         return int(self.collection.dp.rank())
 
     @property
+    def place(self) -> int:
+        """Number of this rank in its stage; it holds share `place % n` of a weight in n shares."""
+        return self.copy_rank * self.tp + self.tp_rank
+
+    @property
     def is_last_stage(self) -> bool:
         return self.pp_rank == self.pp - 1
 
@@ -66,10 +74,10 @@ class RoleGroups:
 
 
 def build_groups(
-    ranks: Sequence[int], tp: int, pp: int, role: str, shared: SharedGroups | None = None, cp: int = 1
+    ranks: Sequence[int], tp: int, pp: int, role: str, shared: SharedGroups | None = None, cp: int = 1, ep: int = 1
 ) -> RoleGroups | None:
-    """Build or share groups (tensor, context, data, pipeline); None outside.  Collective, in the same order of roles."""
-    parts, found = list(model_groups(ranks, tp, pp, role, cp)), dict[str, dist.ProcessGroup]()
+    """Build or share groups (tensor, context, data, experts, pipeline); None outside.  Collective, in the same order of roles."""
+    parts, found = list(model_groups(ranks, tp, pp, role, cp, ep)), dict[str, dist.ProcessGroup]()
     shared = shared or SharedGroups()
     for part, name in parts:
         group = shared.get(*name)
@@ -77,13 +85,17 @@ def build_groups(
             found[part] = group
     if "all" not in found:
         return None
+    made = tuple(dict.fromkeys(found.values()))
     everyone, alone, own = found["all"], found["self"], found.get
+    if ep == 1:
+        found |= {"exchange": alone, "experts": found["tp"], "experts_pp": found["mp"], "experts_dp": found["dp"]}
     collection = ProcessGroupCollection(
         tp=own("tp"), pp=own("pp"), dp=own("dp"), mp=own("mp"), embd=own("embedding"), pos_embd=own("position"),
-        dp_cp=own("dp"), intra_dp_cp=own("dp"), cp=alone, tp_cp=own("tp"), hcp=None, ep=alone,
-        expt_tp=own("tp"), tp_ep=own("tp"), tp_ep_pp=own("mp"), expt_dp=own("dp"), intra_expt_dp=own("dp"),
+        dp_cp=own("dp"), intra_dp_cp=own("dp"), cp=alone, tp_cp=own("tp"), hcp=None, ep=own("exchange"),
+        expt_tp=own("tp"), tp_ep=own("experts"), tp_ep_pp=own("experts_pp"), expt_dp=own("experts_dp"),
+        intra_expt_dp=own("experts_dp"),
         tp_dp_cp=own("tp_dp"), inter_dist_opt=None, intra_dist_opt=everyone,
     )  # fmt: skip
-    made = tuple(dict.fromkeys(found.values()))
     data, context = (found["dp"], alone) if cp == 1 else (found["data"], found["context"])
-    return RoleGroups(collection, everyone, made, tuple(ranks), tp, pp, len(ranks) // (tp * pp * cp), cp, data, context)
+    dp = len(ranks) // (tp * pp * cp)
+    return RoleGroups(collection, everyone, made, tuple(ranks), tp, pp, dp, cp, ep, data, context, found["experts"])

@@ -168,7 +168,9 @@ def _halves(gate_up: Tensor, clamp: tuple[float, float] | None) -> tuple[Tensor,
     return gate.clamp(max=limit).mul_(gain), up.clamp(-limit, limit).add_(1.0).div_(gain)
 
 
-def tag_parameter(parameter: torch.Tensor, name: Literal["sequence_parallel", "partition_stride"], value: bool | int) -> None:
+def tag_parameter(
+    parameter: torch.Tensor, name: Literal["sequence_parallel", "partition_stride", "allreduce"], value: bool | int
+) -> None:
     setattr(parameter, name, value)
 
 

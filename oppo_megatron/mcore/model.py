@@ -84,12 +84,12 @@ class RoleModel(GPTModel):
             if shape.experts is None:
                 layer.mlp.activation_func.activation = shape.traits.activation[1]
 
-    def parts(self, tp: int, stage: int, num_stages: int) -> list[Part]:
+    def parts(self, tp: int, stage: int, num_stages: int, ep: int = 1) -> list[Part]:
         """Return a stage's trained tensors in any layout."""
         sizes = {"tp_size": tp, "pp_rank": stage, "pp_size": num_stages}
         if self.adapters is not None:
             return adapter_parts(self.shape, self.adapters, self.head, **sizes)
-        return stage_parts(self.shape, self.head, **sizes)
+        return stage_parts(self.shape, self.head, ep_size=ep, **sizes)
 
     @property
     def token_multiple(self) -> int:

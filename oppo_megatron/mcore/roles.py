@@ -51,7 +51,7 @@ def load_training(
     for chunk in chunks:
         load_weights(
             chunk, chunk.shape, source, head=head,
-            tp_rank=groups.tp_rank, tp_size=groups.tp, pp_rank=chunk.stage, pp_size=chunk.num_stages,
+            tp_rank=groups.place, tp_size=groups.tp, ep_size=groups.ep, pp_rank=chunk.stage, pp_size=chunk.num_stages,
         )  # fmt: skip
         _fill_adapters(chunk, config, role)
         chunk.eval()

@@ -53,7 +53,10 @@ def _run(
     """Run the pipeline; return the reports of `finish`, on the last stage.  `ahead`: at most one batch, taken out when used."""
     first = chunks[0]
     groups, interleaved = first.groups, len(chunks) > 1
-    missing = _multiple(max(len(batches), 1), groups.pp if interleaved else 1) - len(batches)
+    count = _most(len(batches), groups)
+    if forward_only and count == 0:
+        return []
+    missing = _multiple(max(count, 1), groups.pp if interleaved else 1) - len(batches)
     batches = [*batches, *[MicroBatch.dummy(first.rope[0].device)] * missing]
     batches = [batch.shared_by(groups, first.token_multiple) for batch in batches]
     sizes = [_multiple(len(b.tokens_T), first.token_multiple) for b in batches]
@@ -117,6 +120,15 @@ def _largest(batches: Sequence[MicroBatch], work: str) -> tuple[str, str]:
     return too_many_tokens(work, largest.lengths, together if together <= 3 else 1)
 
 
+def _most(count: int, groups: RoleGroups) -> int:
+    """Largest count of the replicas that divide experts, which run as many micro-batches."""
+    if groups.ep == 1:
+        return count
+    most = torch.tensor([count])
+    dist.all_reduce(most, dist.ReduceOp.MAX, groups.collection.ep)
+    return int(most)
+
+
 def _multiple(number: int, of: int) -> int:
     return -(-number // of) * of
 
@@ -128,8 +140,6 @@ def as_chunks(model: Chunks) -> list[RoleModel]:
 @torch.no_grad()
 def forward_rows(model: Chunks, batches: Sequence[MicroBatch], finish: Callable[[MicroBatch, Any], Tensor]) -> list[Tensor]:
     """Return finish(batch, output) per micro-batch on the last stage, else [].  Raises CapacityError."""
-    if not batches:
-        return []
     chunks = as_chunks(model)
     none = torch.zeros((), device=chunks[0].rope[0].device)
     reports = _run(chunks, chunks, batches, lambda b, x: (none, {"out": finish(b, x)}), forward_only=True, ahead=[])
@@ -162,8 +172,8 @@ class TrainedModel:
 
     @property
     def goes_ahead(self) -> bool:
-        """True if forward needs no other stage or micro-batch."""
-        return self.model.groups.pp == 1 and len(self.chunks) == 1
+        """True if forward needs no other stage, replica or micro-batch."""
+        return self.model.groups.pp == self.model.groups.ep == 1 and len(self.chunks) == 1
 
     def ahead(self, batch: MicroBatch) -> None:
         """Run a micro-batch of the next `step` forward."""

@@ -82,7 +82,8 @@ def run_groups(
     world = tuple(range(1 + max(site.ranks)))
     found = dict.fromkeys(group_name(ALONE, (rank,)) for rank in world)
     for role, placement in [*placements.items(), *((r, p) for r, p in trained.items() if p != placements.get(r))]:
-        found |= dict.fromkeys(name for _, name in model_groups(placement.ranks, placement.tp, placement.pp, role, placement.cp))
+        sizes = placement.cp, placement.ep
+        found |= dict.fromkeys(name for _, name in model_groups(placement.ranks, placement.tp, placement.pp, role, *sizes))
     if "actor" in trained and (moved := moving(placements["actor"], trained["actor"])):
         found |= dict.fromkeys((GroupName(WEIGHTS, moved), GroupName(READY, moved)))
     if relays:

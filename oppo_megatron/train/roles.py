@@ -136,7 +136,7 @@ def build_topology(config: TrainConfig, device: torch.device) -> Topology:
     site = Site.of(round_placements(config), trained)
     groups = {name: build_groups(p.ranks, p.tp, p.pp, name, shared) for name, p in site.placements.items()}
     training = {
-        name: groups[name] if p == site.placements.get(name) else build_groups(p.ranks, p.tp, p.pp, name, shared, p.cp)
+        name: groups[name] if p == site.placements.get(name) else build_groups(p.ranks, p.tp, p.pp, name, shared, p.cp, p.ep)
         for name, p in trained.items()
     }
     across, serving = None, site.placements["actor"]

@@ -198,7 +198,7 @@ def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World, p
             f"{world.size} ranks were started, but parallel.tp {layout.tp} x parallel.pp {layout.pp} x parallel.dp "
             f"{layout.dp}{context} needs exactly {layout.num_ranks}; start {layout.num_ranks}, or change the layout"
         )
-    groups = build_groups(range(world.size), layout.tp, layout.pp, "model", cp=layout.cp)
+    groups = build_groups(range(world.size), layout.tp, layout.pp, "model", cp=layout.cp, ep=layout.ep)
     assert groups is not None, "every rank of the world is one of the model's"
     use_once([None, *groups.made], world.device)  # held-out figures use the world's
     tokenizer = load_tokenizer(config.tokenizer, config.model.checkpoint)

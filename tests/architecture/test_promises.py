@@ -185,7 +185,7 @@ def settings_with_a_default() -> dict[type[Section], list[str]]:
     return found
 
 
-MOST = {"train": 162, "sft": 67, "rm": 68, "dpo": 77, "serve": 41}
+MOST = {"train": 163, "sft": 68, "rm": 69, "dpo": 78, "serve": 41}
 
 
 def optional_settings(command: str) -> set[tuple[type[Section], str]]:
@@ -205,7 +205,7 @@ def optional_settings(command: str) -> set[tuple[type[Section], str]]:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_has_no_more_settings_than_it_reads(command: str) -> None:
     assert len(optional_settings(command)) <= MOST[command]
-    assert sum(map(len, settings_with_a_default().values())) <= 191
+    assert sum(map(len, settings_with_a_default().values())) <= 192
 
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

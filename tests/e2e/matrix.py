@@ -1,6 +1,7 @@
 """Features and layouts of which every pair must train as one process without overlap does: tables, and their runs."""
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -216,9 +217,10 @@ FEATURES: dict[str, Feature] = {
         lambda outcome: max(len(tokens) for tokens in outcome.tokens().values()) > 12, soon=("TP2 | PP2",)),
     "experts": Feature(
         roles(EXPERTS, DEEP) | overcommitted(3), has_experts,  # rounding grows beyond the tolerance in a critic with experts
-        soon=("TP2 | PP2",), stops="TP2 | PP2"),
+        soon=("TP2 | PP2", "DP2, trained with EP2 | 1"), stops="TP2 | PP2"),
     "experts, in groups": Feature(
-        grouped("grpo", 4, steps=3, actor={"init": EXPERTS, "optimizer": STEADY_ADAM}), has_experts, reference=APART),
+        grouped("grpo", 4, steps=3, actor={"init": EXPERTS, "optimizer": STEADY_ADAM}), has_experts, reference=APART,
+        stops="DP2, trained with EP2 | 1"),
     **{f"{one}, scored by {other}": Feature(roles(FAMILIES[one], FAMILIES[other]), has_own_layers, soon=soon, stops="TP2 | PP2")
        for one, other, soon in (
            ("Gemma 2", "OLMo 2", ("TP2 | PP2",)), ("Gemma 3", "Phi-3", ("PP2 | TP2",)),
@@ -259,6 +261,15 @@ WIDE: dict[str, dict[str, Any]] = {
     "PP2, unwoven": on("colocated", (1, 2, 1), (1, 2, 1), **{"overlap.schedule": "intra"}),
 }  # fmt: skip
 """For the plain configuration alone."""
+DIVIDED: dict[str, dict[str, Any]] = {
+    "DP2, trained with EP2 | 1": on("disaggregated", (1, 1, 2), **{"actor.train.ep": 2}),
+    "PP2 x DP2, trained with EP2": on("colocated", (1, 2, 2), (2, 2, 1), **{"actor.train": {"ep": 2, "recompute": "full"}}),
+    "TP2 x DP3, trained with EP3": on(
+        "colocated", (2, 1, 3), (2, 1, 3), **{"actor.train": {"ep": 3, "sequence_parallel": True}}),
+    "1 | 1, trained with PP2 x DP2 x EP2 apart": on(
+        "disaggregated", **{"actor.train": {"ranks": "2-5", "pp": 2, "dp": 2, "ep": 2}}),
+}  # fmt: skip
+"""For experts alone."""
 FEW_ROUNDS: tuple[dict[str, Any], ...] = ({"overlap.chunk": 64}, {"overlap.intra": False})
 OPTIONS: tuple[dict[str, Any], ...] = (
     {}, {"overlap.chunk": 1}, FEW_ROUNDS[0], {"runtime.kv_layout": "paged"}, overcommitted(0), FEW_ROUNDS[1],
@@ -287,19 +298,19 @@ class Matrix:
 
     def config(self, feature: str, name: str, changes: dict[str, Any]) -> dict[str, Any]:
         own = "".join(c for c in f"{feature}-{name}" if c.isalnum() or c == "-")
-        config = deep(self.workspace, own, **changes)
+        config = deep(self.workspace, own, **deepcopy(changes))  # a layout's keys go into a feature's roles
         counted = {"options": {"calls": str(calls_of(config))}}
         config["rewards"] = [part | counted if part == BY_PARITY else part for part in config["rewards"]]
         return config
 
     def in_layout(self, feature: str, layout: str, option: int = 0, name: str = "") -> dict[str, Any]:
-        changes = {"overlap.intra": True} | OPTIONS[option] | FEATURES[feature].changes | (LAYOUTS | WIDE)[layout]
+        changes = {"overlap.intra": True} | OPTIONS[option] | FEATURES[feature].changes | (LAYOUTS | WIDE | DIVIDED)[layout]
         return self.config(feature, f"{layout}-{option}-{name}", changes)
 
 
 def option_of(feature: str, layout: str) -> int:
     """Options go round, so that each feature and each layout meets each of them."""
-    return (list(FEATURES).index(feature) + [*LAYOUTS, *WIDE].index(layout)) % len(OPTIONS)
+    return (list(FEATURES).index(feature) + [*LAYOUTS, *WIDE, *DIVIDED].index(layout)) % len(OPTIONS)
 
 
 def calls_of(config: dict[str, Any]) -> Path:

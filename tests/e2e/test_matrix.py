@@ -23,7 +23,7 @@ from oppo_megatron.rundir.metrics_log import read_metrics
 from oppo_megatron.schedule.rounds import FAN_OUT
 from oppo_megatron.schedule.weaving.costs import Costs, read_costs
 from oppo_megatron.token_text import StepEnds
-from tests.e2e.matrix import FEATURES, FEW_ROUNDS, LAYOUTS, OPTIONS, WIDE, Matrix, calls_of, carries, option_of, run_dir
+from tests.e2e.matrix import DIVIDED, FEATURES, FEW_ROUNDS, LAYOUTS, OPTIONS, WIDE, Matrix, calls_of, carries, option_of, run_dir
 from tests.e2e.rewards import brevity
 from tests.e2e.started import struck
 from tests.e2e.test_resume import assert_bit_equal, checkpoints, last_checkpoint, resumed, stop
@@ -44,7 +44,7 @@ SOON = ("greedy baseline, carried", "prompts fork")
 def pairs() -> list[Any]:
     found = []
     for name, feature in FEATURES.items():
-        for layout in LAYOUTS | WIDE if name == "plain" else LAYOUTS:
+        for layout in LAYOUTS | (WIDE if name == "plain" else DIVIDED if name.startswith("experts") else {}):
             found.append(pytest.param(name, layout, marks=[] if layout in feature.soon else [pytest.mark.long]))
     return found
 

@@ -267,3 +267,23 @@ def test_ranks_that_share_a_long_sequence_take_what_is_planned(inputs: Path, tmp
         assert all(0.7 * plan < size < 1.1 * plan + FIXED_MEBIBYTES for size, plan in planned), (own, told["memory_planned_mb"])
         taken.append(max(own))
     assert taken[0] < 0.75 * taken[1] < 0.75 * 0.75 * taken[2]
+
+
+@pytest.mark.long
+def test_replicas_that_divide_experts_take_what_is_planned(inputs: Path, tmp_path: Path) -> None:
+    """MiB of the fullest of two ranks."""
+    sizes = {"hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 1024, "num_hidden_layers": 2}
+    model = {"init": {**supervised.SHAPE, **sizes, "model_type": "mixtral", "num_local_experts": 16}}
+    taken = []
+    for ep in (2, 1):  # processes are used again, and remember the most that they held
+        chosen = settings(inputs, "sft", tmp_path / str(ep), parallel={"dp": 2, "ep": ep}, model=model, batch_size=8)
+        run_ranks(2, "tests.e2e.supervised:train_with_few_holes", kind="sft", settings=chosen)
+        told = summary(tmp_path / str(ep))
+        own = [peak - base for peak, base in zip(told["memory_peak_mb"], told["memory_base_mb"], strict=True)]
+        planned = zip(own, told["memory_planned_mb"], strict=True)
+        assert all(0.9 * plan < size < 1.1 * plan + FIXED_MEBIBYTES for size, plan in planned), (own, told["memory_planned_mb"])
+        taken.append((max(own), max(told["memory_planned_mb"])))
+    experts = 2 * 16 * 3 * 1024 * 512 * 4 / 2**20
+    assert taken[1][1] - taken[0][1] >= experts, "half of the weights and of the gradients"
+    assert taken[1][0] - taken[0][0] > 0.9 * experts
+    print(taken)

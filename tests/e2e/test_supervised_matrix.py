@@ -33,7 +33,18 @@ from oppo_megatron.preflight.validate import supervised_problems
 from oppo_megatron.records import Source
 from oppo_megatron.rundir.checkpoints import CheckpointStore
 from oppo_megatron.rundir.trace import read_trace
-from tests.e2e.supervised import OPTIMIZER, Settings, hf_model, metrics, plain_steps, reference_loss, run, settings, token_rows
+from tests.e2e.supervised import (
+    OPTIMIZER,
+    SHAPE,
+    Settings,
+    hf_model,
+    metrics,
+    plain_steps,
+    reference_loss,
+    run,
+    settings,
+    token_rows,
+)
 from tests.support.hf import tensors_of
 from tests.support.ranks import run_ranks
 
@@ -48,9 +59,19 @@ KINDS: dict[str, tuple[str, Settings]] = {
 LAYOUTS = {
     "TP2": (2, 1, 1, 1), "PP2": (1, 2, 1, 1), "DP2": (1, 1, 2, 1), "PP2 x DP2": (1, 2, 2, 1), "CP2": (1, 1, 1, 2),
 }  # fmt: skip
-SOON = {
-    ("sft", "PP2 x DP2"), ("rm", "PP2"), ("dpo", "CP2"), ("kto", "DP2"), ("sft, adapters", "TP2"),
+MIXTURE = {"init": SHAPE | {"model_type": "mixtral", "num_local_experts": 8}}
+MIXTURES: dict[str, tuple[str, Settings]] = {
+    "sft, experts": ("sft", MIXTURE), "rm, experts": ("rm", MIXTURE), "dpo, experts": ("dpo", MIXTURE),
+    "sft, experts, adapters": ("sft", MIXTURE | {"lora": LORA | {"targets": ["q_proj", "v_proj", "o_proj"]}}),
 }  # fmt: skip
+DIVIDED = {
+    "TP2": (2, 1, 1, 1, 1), "DP2, EP2": (1, 1, 2, 1, 2), "DP4, EP2": (1, 1, 4, 1, 2), "PP2 x DP2, EP2": (1, 2, 2, 1, 2),
+    "TP2 x DP2, EP2": (2, 1, 2, 1, 2),
+}  # fmt: skip
+SOON = {
+    ("sft", "PP2 x DP2"), ("rm", "PP2"), ("dpo", "CP2"), ("kto", "DP2"), ("sft, adapters", "TP2"), ("sft, experts", "DP2, EP2"),
+}  # fmt: skip
+PAIRS = [*product(KINDS, LAYOUTS), *product(MIXTURES, DIVIDED)]
 LOSSES = {"loss", "margin", "heldout"}
 
 
@@ -76,11 +97,17 @@ def require_close(run_dir: Path, whole: Path) -> None:
 
 
 def chosen(inputs: Path, kind: str, run_dir: Path, **changes: Any) -> Settings:
-    command, model = KINDS[kind]
+    command, model = (KINDS | MIXTURES)[kind]
     schedule = {"lr": 3e-3, "eps": 1e-4, "decay": "linear", "warmup_steps": 2}
     evaluation = {"fraction": 0.25, "every_steps": 1}
     usual = {"batch_size": 5, "epochs": 2, "steps": 6, "optimizer": schedule, "evaluation": evaluation}
-    return settings(inputs, command, run_dir, model={"checkpoint": inputs / "qwen2", **model}, **usual | changes)
+    return settings(
+        inputs,
+        command,
+        run_dir,
+        model={**({} if kind in MIXTURES else {"checkpoint": inputs / "qwen2"}), **model},
+        **usual | changes,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -89,36 +116,38 @@ def alone(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 
     @cache
     def trained(kind: str) -> Path:
-        run(KINDS[kind][0], chosen(inputs, kind, root / kind))
+        run((KINDS | MIXTURES)[kind][0], chosen(inputs, kind, root / kind))
         return root / kind
 
     return trained
 
 
 @pytest.mark.parametrize(
-    ("kind", "layout"),
-    [pytest.param(*pair, marks=[] if pair in SOON else [pytest.mark.long]) for pair in product(KINDS, LAYOUTS)],
+    ("kind", "layout"), [pytest.param(*pair, marks=[] if pair in SOON else [pytest.mark.long]) for pair in PAIRS]
 )
 def test_a_layout_trains_as_one_rank_and_goes_on_after_a_stop(
     inputs: Path, tmp_path: Path, alone: Callable[[str], Path], kind: str, layout: str
 ) -> None:
+    layouts: dict[str, tuple[int, ...]] = DIVIDED if kind in MIXTURES else LAYOUTS
+    num_ranks = prod(layouts[layout][:4])
+
     def train(name: str, layout: str = layout, stop_after: int | None = None, **changes: Any) -> Path:
-        parallel = dict(zip(("tp", "pp", "dp", "cp"), LAYOUTS[layout], strict=True))
+        parallel = dict(zip(("tp", "pp", "dp", "cp", "ep"), layouts[layout], strict=False))
         own = chosen(inputs, kind, tmp_path / name, parallel=parallel, **changes)
-        job = "tests.e2e.supervised:train"
-        run_ranks(prod(LAYOUTS[layout]), job, kind=KINDS[kind][0], settings=own, stop_after=stop_after)
+        job, command = "tests.e2e.supervised:train", (KINDS | MIXTURES)[kind][0]
+        run_ranks(prod(layouts[layout][:4]), job, kind=command, settings=own, stop_after=stop_after)
         return tmp_path / name
 
     whole = train("whole")
     require_close(whole, alone(kind))
-    assert {span.rank for span in read_trace(whole / "trace.json")} == set(range(prod(LAYOUTS[layout])))
+    assert {span.rank for span in read_trace(whole / "trace.json")} == set(range(num_ranks))
     assert not list(whole.glob("trace.rank*")), "traces of ranks are merged"
     parts = train("parts", stop_after=3)
     assert len(metrics(parts)) == 3 and not (parts / "summary.json").exists()
     assert [position.step for position in CheckpointStore(parts / "checkpoints").positions()] == [3]
     shutil.copytree(parts, tmp_path / "elsewhere")
     require_equal(train("parts", checkpoint={"resume": True}), whole)
-    other = list(LAYOUTS)[list(LAYOUTS).index(layout) - 1]
+    other = list(layouts)[list(layouts).index(layout) - 1]
     require_close(train("elsewhere", other, checkpoint={"resume": True}), whole)
 
 

@@ -99,7 +99,7 @@ def train(
     directories: dict[str, str], target: str, tp: int, pp: int, config: OptimizerConfig, data: list[Minibatch],
     probes: list[list[int]], layout: TrainingLayoutConfig, bucket_size: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    groups = world_groups(tp, pp, layout.cp)
+    groups = world_groups(tp, pp, layout.cp, layout.ep)
     buckets = partial(training.DistributedDataParallelConfig, bucket_size=bucket_size)
     with mock.patch.object(training, "DistributedDataParallelConfig", buckets):
         return {
@@ -121,20 +121,38 @@ def _train_one(
     assert not small or len(trained.ddp[0].bucket_groups) > 3, "gradients are reduced in several buckets"
     optimized = {id(p) for group in trained.optimizer.param_groups for p in group["params"]}
     assert sharded or optimized == set(map(id, params)), "the optimizer's tensors are the model's"
-    sharing = 1 if layout.cp > 1 else 2
-    reports = [trained.step(batch.share(groups).pack(sharing=sharing), loss_of(chunks[0], batch.num_tokens)) for batch in data]
+    packed = {"sharing": 1 if layout.cp > 1 else 2, "budget": 12 if layout.ep > 1 and groups.dp_rank == 0 else 24}
+    reports = [trained.step(batch.share(groups).pack(**packed), loss_of(chunks[0], batch.num_tokens)) for batch in data]
     assert not any(chunk.training for chunk in chunks)
     assert params == [param for chunk in chunks for param in chunk.parameters()]
-    plain = len(chunks) == 1 and not layout.sequence_parallel
+    plain = len(chunks) == layout.ep == 1 and not layout.sequence_parallel
     out = cached_outputs(chunks[0], probes) if plain else full_outputs(chunks, probes)
     export_weights(chunks, target)
     answer: dict[str, Any] = {
         "grad_norm": [r.grad_norm for r in reports], "lr": [r.lr for r in reports], "stats": [r.stats for r in reports],
-        "filled up": _filled_up(chunks),
+        "filled up": _filled_up(chunks), "experts": _experts(trained),
     }  # fmt: skip
     if out is not None:
         answer["outputs"] = (out if head == "scalar" else gather_logits(out, chunks[0].vocab)).clone()
     return answer
+
+
+def _experts(trained: TrainedModel) -> dict[str, int]:
+    """Numbers that this rank holds for experts that replicas divide."""
+    weights = [param for chunk in trained.chunks for param in chunk.parameters() if not getattr(param, "allreduce", True)]
+    buffers = [buffer for ddp in trained.ddp for buffer in ddp.expert_parallel_buffers]
+    moments = [
+        value.numel()
+        for optimizer in trained.optimizer.chained_optimizers
+        if optimizer.param_groups[0]["is_expert_parallel"]
+        for state in optimizer.optimizer.state.values()
+        for name, value in state.items()
+        if name.startswith("exp_avg")
+    ]
+    return {
+        "weights": sum(param.numel() for param in weights), "gradients": sum(b.grad_data.numel() for b in buffers),
+        "moments": sum(moments),
+    }  # fmt: skip
 
 
 def _filled_up(chunks: list[RoleModel]) -> float:
@@ -180,7 +198,7 @@ def updates(
 ) -> tuple[list[dict[str, float]], tuple[int, int]]:  # fmt: skip
     """Reports of `run_update`, and forward passes; `begin`: begin it before, with the `same` batch or with the `others`."""
     layout = layout or TrainingLayoutConfig()
-    groups = world_groups(tp, pp, layout.cp)
+    groups = world_groups(tp, pp, layout.cp, layout.ep)
     (model,) = chunks = load_chunks(directory, groups, "lm", layout)
     dice = torch.Generator().manual_seed(4)
 

@@ -50,8 +50,8 @@ def whole_logits(output: OutputRows, num_rows: int | None = None) -> Tensor:
     return output.by_rows(lambda logits_BV, _: logits_BV, targets_R)
 
 
-def world_groups(tp: int, pp: int, cp: int = 1) -> RoleGroups:
-    groups = build_groups(range(dist.get_world_size()), tp, pp, "model", cp=cp)
+def world_groups(tp: int, pp: int, cp: int = 1, ep: int = 1) -> RoleGroups:
+    groups = build_groups(range(dist.get_world_size()), tp, pp, "model", cp=cp, ep=ep)
     assert groups is not None
     return groups
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from oppo_megatron.config.model import ModelConfig, OptimizerConfig, TrainingLayoutConfig
 from oppo_megatron.mcore.batch import MicroBatch, pack_responses
@@ -29,10 +30,12 @@ def head_of(directory: str) -> Any:
     return "scalar" if "scalar" in directory else "lm"
 
 
-def two_layouts(train: Layout, serve: Layout, ranks: list[int] | None = None) -> tuple[RoleGroups, RoleGroups] | None:
+def two_layouts(
+    train: Layout, serve: Layout, ranks: list[int] | None = None, ep: int = 1
+) -> tuple[RoleGroups, RoleGroups] | None:
     """Groups of both layouts over `ranks` (default: all); None on a rank that is not among them."""
     ranks = list(range(dist.get_world_size())) if ranks is None else ranks
-    built = [build_groups(ranks, *layout, name) for layout, name in ((train, "train"), (serve, "serve"))]
+    built = [build_groups(ranks, *layout, name, ep=of) for layout, name, of in ((train, "train", ep), (serve, "serve", 1))]
     return (built[0], built[1]) if built[0] is not None and built[1] is not None else None
 
 
@@ -84,6 +87,14 @@ def _move(directory: str, groups: tuple[RoleGroups, RoleGroups], round_bytes: in
     assert not reallocation.shared and first.bytes_moved == second.bytes_moved and second.seconds > 0
     assert addresses == [p.data_ptr() for p in serving.parameters()], "what decodes may have recorded the addresses"
     return wrong, first.bytes_moved
+
+
+def moved_and_written(directory: str, target: str, train: Layout, serve: Layout, ep: int) -> tuple[list[str], int]:
+    """Of experts that `ep` replicas divide, untrained."""
+    groups = two_layouts(train, serve, ep=ep)
+    assert groups is not None
+    export_weights(trainable(directory, groups[0], TrainingLayoutConfig(ep=ep)), Path(target))
+    return _move(directory, groups, ROUND_BYTES, 1, "float32")
 
 
 def same_layout(directory: str, layout: Layout, share_last: bool) -> bool:
@@ -192,6 +203,18 @@ def check(answers: list[Any]) -> int:
 def test_another_layout(models: dict[str, str], world: int, pair: Any, name: str) -> None:
     train, serve = pair
     check(run_ranks(world, f"{JOBS}move", directory=models[name], train=train, serve=serve))
+
+
+@pytest.mark.parametrize(("train", "serve", "ep"), [
+    ((2, 1), (1, 1), 2), pytest.param((1, 1), (2, 2), 4, marks=pytest.mark.long), ((1, 2), (1, 2), 2),
+    pytest.param((1, 1), (1, 1), 2, marks=pytest.mark.long),
+], ids=str)  # fmt: skip
+def test_experts_that_replicas_divide(models: dict[str, str], tmp_path: Path, train: Any, serve: Any, ep: int) -> None:
+    """They move, and what is written of them is what was read, to the bit."""
+    job: dict[str, Any] = dict(directory=models["qwen3-moe"], target=str(tmp_path), train=train, serve=serve, ep=ep)
+    assert check(run_ranks(4, f"{JOBS}moved_and_written", **job)) > 0
+    read, written = (AutoModelForCausalLM.from_pretrained(x, dtype="auto").state_dict() for x in (job["directory"], tmp_path))
+    assert read.keys() == written.keys() and all(torch.equal(read[name], written[name]) for name in read)
 
 
 @pytest.mark.parametrize("train,serve", [((4, 1), (2, 1)), ((2, 2), (1, 1)), ((1, 2), (4, 1))], ids=str)

@@ -219,6 +219,37 @@ def test_steps_of_other_layers_equal_plain_torch(models: dict[str, str], kind: s
         )
 
 
+DIVIDED = [
+    Case(1, 1, 4, {"ep": 2}), Case(2, 1, 2, {"ep": 2} | SEQUENCE | SELECTIVE), Case(1, 1, 2, {"ep": 2}),
+    Case(1, 1, 4, {"ep": 4}), Case(1, 2, 2, {"ep": 2} | FULL), Case(2, 1, 4, {"ep": 2}),
+    Case(2, 2, 2, {"ep": 2} | SEQUENCE | FULL), Case(1, 2, 2, {"ep": 2, "vpp": 2}),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("mixtures")
+    save_small(root / "mixtral", "mixtral", num_local_experts=8)
+    save_small(root / "qwen3-moe", "qwen3_moe", num_local_experts=8)
+    save_small(root / "qwen3-moe-scalar", "qwen3_moe", "scalar", num_local_experts=8)
+    return {path.name: str(path) for path in root.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in DIVIDED[:2] else pytest.param(case, marks=pytest.mark.long) for case in DIVIDED], ids=case_id
+)
+def test_steps_with_experts_divided_over_replicas_equal_plain_torch(mixtures: dict[str, str], case: Case, tmp_path: Path) -> None:
+    """Replicas have unlike numbers of micro-batches; a rank holds, sums and changes its own experts alone."""
+    assert min(NUM_ROWS) < case.dp, "a replica has no rows"
+    answers = run_case(mixtures, case, tmp_path)
+    for name, directory in mixtures.items():
+        check(answers, name, reference(directory, SETTINGS.clip_grad), tmp_path, case.tp * case.dp, rel=3e-5)
+        size = sum(3 * 8 * 32 * (48 if name == "mixtral" else 24) for _ in range(4)) // (case.tp * case.pp * case.options["ep"])
+        copies = case.dp // case.options["ep"]
+        for answer in answers:
+            assert answer[name]["experts"] == {"weights": size, "gradients": size, "moments": 2 * size // copies}
+
+
 @pytest.mark.parametrize(
     "case", [pytest.param(Case(4, 1, 1), marks=pytest.mark.long), Case(2, 2, 1, SEQUENCE), Case(2, 1, 2)], ids=case_id
 )

@@ -67,6 +67,8 @@ CASES = {
         {"placement": {"mode": "disaggregated"}, "actor.train": {"ranks": "2"}, "overlap.continuous": {"lag_steps": 4},
         "overlap.carry": "redraw"}),
     "experts": Case(1, {"actor.init": EXPERTS, "critic.init": EXPERTS}),
+    "experts, dp 2, updated as ep 2": on_two(
+        {"dp": 2}, **{"actor.init": EXPERTS, "actor.train": {"ep": 2, "recompute": "full"}, "critic.train": {"tp": 2, "dp": 1}}),
     "experts, tp 2": on_two({"tp": 2}, **{"actor.init": EXPERTS, "actor.train": {"sequence_parallel": True}}),
     "soft caps and norms after layers, tp 2": on_two({"tp": 2}, **{
         "actor.init": GEMMA, "critic.init": OLMO, "reward.init": GEMMA, "runtime.kv_layout": "dense",

@@ -26,7 +26,7 @@ from oppo_megatron.engine.sampler import Sampling, draw
 from oppo_megatron.engine.scoring import ScoringWorker
 from oppo_megatron.layout.activations import MASK_NUMBERS
 from oppo_megatron.layout.placements import RolePlacement, named_roles, role_placements, training_placements
-from oppo_megatron.mcore import roles, training
+from oppo_megatron.mcore import experts, roles, training
 from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.model import RoleModel, step
@@ -41,10 +41,10 @@ from oppo_megatron.train.update import UpdateSettings
 from tests.rehearsal import device
 from tests.rehearsal.asking import forked
 from tests.rehearsal.peers import Alone
-from tests.rehearsal.watch import DEVICE, Watch, memory_of
+from tests.rehearsal.watch import DEVICE, Watch, here, memory_of
 from tests.support.configs import run_of
 
-SCALAR_ROLES = ("critic", "reward")
+SCALAR_ROLES, MIX = ("critic", "reward"), experts.mix
 Measured = dict[str, float]
 ROUNDED = 512
 """torch's allocator gives multiples of so many bytes."""
@@ -56,6 +56,7 @@ class Meter(Watch):
     def __init__(self) -> None:
         super().__init__({})
         self.held = self.most = 0
+        self.tp, self.passed = 1, None  # tensor ranks; pairs that go to each replica, if replicas divide experts
         self._alive: set[int] = set()
 
     def _launch(self, reads: Any = (), writes: Any = (), fresh: Any = ()) -> None:
@@ -67,6 +68,16 @@ class Meter(Watch):
         super()._account(func, name, args, kwargs, out)
         if name == "logsumexp" and args[0].device.type == "cuda":  # on a GPU a call of several kernels, with this between them
             self.most = max(self.most, self.held + args[0].nbytes)
+
+    def _numbers(self, tensor: Any) -> Any:
+        if self.passed is not None and here()[0] == "mcore/experts.py __init__":
+            return torch.full(tuple(tensor.shape), self.passed, dtype=tensor.dtype)
+        return super()._numbers(tensor)
+
+    def mix(self, x_TH: Any, chosen_TK: Any, *args: Any, replicas: Any = None, **options: Any) -> Any:
+        """Let routers choose experts evenly."""
+        self.passed = None if replicas is None else chosen_TK.numel() // (replicas.size() * self.tp)
+        return MIX(x_TH, chosen_TK, *args, replicas=replicas, **options)
 
     def _count(self, tensor: FakeTensor) -> None:
         storage, memory = tensor.untyped_storage(), memory_of(tensor)
@@ -125,6 +136,7 @@ class Measurement:
         self.groups = SharedGroups()
         roles.load_weights = lambda *_, **__: None  # type: ignore[assignment]
         roles.fill_adapters = lambda *_, **__: None  # type: ignore[assignment]
+        self.meter.tp, experts.mix = (self.training or self.placement).tp, self.meter.mix
         train_roles.Reallocation = _allocated  # type: ignore[misc, assignment]
 
     def run(self) -> Measured:
@@ -143,7 +155,7 @@ class Measurement:
         return counted
 
     def _groups(self, placement: RolePlacement) -> RoleGroups:
-        groups = build_groups(placement.ranks, placement.tp, placement.pp, self.name, self.groups, placement.cp)
+        groups = build_groups(placement.ranks, placement.tp, placement.pp, self.name, self.groups, placement.cp, placement.ep)
         assert groups is not None
         return groups
 
@@ -299,5 +311,5 @@ class Reader(ScoringWorker):
 def _allocated(chunks: Sequence[RoleModel], serving: RoleModel, across: None) -> None:
     """Begins as `Reallocation` does, but without a plan of moves: other ranks would have a part in it."""
     ours, theirs = serving.groups, chunks[0].groups
-    if len(chunks) == 1 and (ours.tp, ours.pp, ours.copies) == (theirs.tp, theirs.pp, theirs.copies):
+    if len(chunks) == 1 and (ours.tp, ours.pp, ours.copies, ours.ep) == (theirs.tp, theirs.pp, theirs.copies, theirs.ep):
         share_parameters(chunks[0], serving)

@@ -126,6 +126,10 @@ LAYOUTS = {
     "8B, tp 8, recomputed": Layout("8B", 8, rows=4, train=FULL, layers=8), "8B, pp 4, first": Layout("8B", 1, 4, 2, rows=10),
     "8B, pp 2, interleaved": Layout("8B", 2, 2, rows=8, train={"vpp": 2}, layers=8),
     "8B, adapters of queries and values": Layout("8B", 2, 4, stage=-1, lora={"rank": 8, "targets": ["q_proj", "v_proj"]}),
+    "30B, experts, ep 2": Layout("30B, experts", dp=2, layers=2, rows=4, train={"ep": 2}),
+    "30B, experts, ep 4, recomputed": Layout(
+        "30B, experts", dp=4, layers=2, rows=4, tokens=8192, train={"ep": 4, "recompute": "full"}),
+    "30B, experts, tp 2 ep 2": Layout("30B, experts", 2, dp=2, layers=2, rows=4, train={"ep": 2} | PARALLEL),
     "8B, cp 4 of long sequences": Layout(
         "8B", 2, dp=4, layers=4, rows=1, response=8190, tokens=8192, carried=0,
         train={"cp": 4, "recompute": "selective"} | PARALLEL),

@@ -262,6 +262,22 @@ def _collectives(peers: Peers) -> dict[str, Any]:
         peers.put(output, None)
         return peers.over(group, [tensor], [output], async_op)
 
+    def all_to_all_single(
+        output: Tensor, tensor: Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None, group: Any = None,
+        async_op: bool = False,
+    ) -> Any:  # fmt: skip
+        peers.collective("all_to_all_single", group, [tensor[:0]])
+        ranks = peers.of(group)[1]
+        taken, given = (
+            [len(x) // len(ranks)] * len(ranks) if sizes is None else sizes
+            for x, sizes in ((output, output_split_sizes), (tensor, input_split_sizes))
+        )
+        own = peers.place(group, peers.rank, None)
+        if [each[own] for each in peers.exchange(group, given)] != taken or sum(given) != len(tensor):
+            raise Mismatch(f"rank {peers.rank} gives {given} of {len(tensor)} rows, and takes {taken}")
+        peers.put(output, None)
+        return peers.over(group, [tensor], [output], async_op)
+
     def gather(
         tensor: Tensor, tensors: Any = None, dst: int | None = None, group: Any = None, async_op: bool = False,
         group_dst: int | None = None,
@@ -281,6 +297,7 @@ def _collectives(peers: Peers) -> dict[str, Any]:
     return {
         "all_reduce": all_reduce, "broadcast": broadcast, "all_gather": all_gather, "barrier": barrier, "gather": gather,
         "all_gather_into_tensor": all_gather_into_tensor, "reduce_scatter_tensor": reduce_scatter_tensor,
+        "all_to_all_single": all_to_all_single,
         "_all_gather_base": all_gather_into_tensor, "_reduce_scatter_base": reduce_scatter_tensor,
         "_coalescing_manager": together,
     }  # fmt: skip

@@ -24,6 +24,7 @@ TINY = {
 Report = dict[str, Any]
 LONG = (
     "experts, tp 2",
+    "experts, dp 2, updated as ep 2",
     "updated as pp 2",
     "pairs, dp 2",
     "soft caps, paged",

@@ -17,6 +17,8 @@ EXPECTED: dict[Wait, tuple[int, str]] = {
     ("update", "read", "mcore/training.py read_reports"): (1, "update"),
     # experts that tensor ranks share: the tokens of this rank's, in each of two layers of a micro-batch
     **{(phase, "read", "mcore/experts.py mix"): (12, "update") for phase in ("update", "ahead")},
+    # experts that replicas divide: the pairs that come and go, in each of two layers of a micro-batch, made again or not
+    ("update", "read", "mcore/experts.py __init__"): (4, "update"),
     ("move", "synchronize", "mcore/weights/weight_sync.py move"): (1, "move"),
     # weights that come while others decode, in a thread of their own, and the checksum of all
     ("move", "synchronize", "mcore/weights/weight_sync.py _complete"): (1, "move"),
@@ -63,7 +65,7 @@ EXPECTED: dict[Wait, tuple[int, str]] = {
     ("rest", "read", "mcore/training.py read_reports"): (1, ONCE_A_STEP),
     # a checkpoint: two shards a scored sequence, and of a sharded optimizer three tensors a weight
     ("checkpoint", "read", "train/saving/writing.py hold"): (2, "checkpoint"),
-    ("checkpoint", "read", "mcore/weights/checkpoint.py _state"): (51, "checkpoint"),
+    ("checkpoint", "read", "mcore/weights/checkpoint.py _state"): (63, "checkpoint"),
     ("rest", "synchronize", "mcore/weights/checkpoint.py write_data"): (1, ONCE_A_STEP),
     # training on preferences: held-out rows, and those by which KTO's reference point is measured before an update
     ("held out", "read", "train/supervised_tasks.py measure_rows"): (1, "held out"),

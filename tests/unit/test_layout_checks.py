@@ -93,6 +93,11 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
         "actor.train.cp is 8, but sequences have at most 15 tokens, and each of its ranks reads two stretches of each; lower it "
         "to 7 or less",
     ),
+    (
+        {"placement.actor": {"dp": 2}, "actor.train.ep": 2},
+        "actor.train: ep is 2, but divides experts over replicas, and the model has none; set ep to 1; nearest that fit 2 ranks: "
+        "tp 1 x pp 1 x dp 2",
+    ),
     ({"critic.train.sequence_parallel": True}, "critic.train.sequence_parallel is true, but it shards over tensor ranks"),
     (
         {"placement.actor": {"dp": 8}, "ppo.minibatches": 2},
@@ -235,6 +240,45 @@ def test_a_layout_passes_if_and_only_if_all_divides(
             assert problems(*(int(size or 1) for size in sizes)) == [], sizes
 
 
+MIXTURE = {"model_type": "qwen3_moe", "num_experts": 12, "moe_intermediate_size": 24, "num_experts_per_tok": 2}
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 2), st.integers(1, 6))
+@settings(max_examples=100)
+def test_experts_pass_if_and_only_if_replicas_and_ranks_divide_them(tp: int, dp: int, cp: int, ep: int) -> None:
+    shape = MIXTURE | {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 8}
+
+    def problems(tp: int, pp: int, dp: int, cp: int, ep: int) -> list[str]:
+        num_ranks = tp * pp * dp * cp
+        own = {"critic.ranks": f"2-{num_ranks + 1}" if num_ranks > 1 else "2", "critic.parallel": {"dp": num_ranks}}
+        train = {"tp": tp, "pp": pp, "dp": dp, "cp": cp, "ep": ep}
+        return problems_of({**own, "critic.train": train, "rollout.batch_size": 64}, **shape)
+
+    found = problems(tp, 1, dp, cp, ep)
+    assert bool(found) == (not (ep == 1 or (cp == 1 and dp % ep == 0 and 12 % (tp * ep) == 0)))
+    for problem in found:
+        assert problem.startswith("critic.train: ") and "ep" in problem
+        shown = re.findall(r"tp (\d+) x pp (\d+) x dp (\d+)(?: x cp (\d+))?(?: with ep (\d+))?", problem.partition("nearest ")[2])
+        assert shown
+        for sizes in shown:
+            assert problems(*(int(size or 1) for size in sizes)) == [], sizes
+
+
+@pytest.mark.parametrize(("parallel", "expected"), [
+    ({"dp": 4, "ep": 3}, "model: dp 4 does not divide by ep 3, the number of replicas that divide experts; choose ep from 1, 2, "
+     "4; nearest that fit 4 ranks: tp 1 x pp 1 x dp 4, "),
+    ({"tp": 2, "dp": 4, "ep": 4}, "model: number of experts 12 does not divide by tp 2 x ep 4 = 8; choose ep from 1, 2; nearest "
+     "that fit 8 ranks: tp 2 x pp 1 x dp 4 with ep 2, "),
+    ({"dp": 2, "cp": 2, "ep": 2}, "model: ep is 2 and cp 2, but replicas that divide experts do not share sequences; set one of "
+     "them to 1; nearest"),
+    ({"tp": 2, "dp": 4, "ep": 2}, ""),
+])  # fmt: skip
+def test_supervised_layouts_of_experts(parallel: dict[str, int], expected: str) -> None:
+    shape, config = SHAPE | MIXTURE, {"run_dir": "r", "tokenizer": {"path": "t"}, "data": {"path": "d"}, "model": {"init": SHAPE}}
+    problems = check_supervised_layout(SFTConfig(**config, parallel=parallel), shape)
+    assert len(problems) == bool(expected) and "".join(problems).startswith(expected), problems
+
+
 def test_supervised_layouts() -> None:
     def problems(**parallel: int) -> list[str]:
         config = {"run_dir": "r", "tokenizer": {"path": "t"}, "data": {"path": "d"}, "model": {"init": SHAPE}}
@@ -252,7 +296,7 @@ def test_supervised_layouts() -> None:
 
 
 UPTO12 = st.integers(1, 12)
-LIMITS = st.builds(Limits, UPTO12, UPTO12, st.none() | st.integers(1, 8), st.sampled_from([1, 2]))
+LIMITS = st.builds(Limits, UPTO12, UPTO12, st.none() | st.integers(1, 8), st.sampled_from([1, 2]), experts=UPTO12)
 
 
 def every_layout(num_ranks: int, limits: Limits, most_vpp: int) -> set[Sizes]:
@@ -275,7 +319,7 @@ def test_all_that_fit_are_found_and_nothing_else(num_ranks: int, limits: Limits,
     assert all(limits.admits(sizes) for sizes in found)
 
 
-@given(st.builds(Sizes, *[st.integers(1, 8)] * 4, cp=st.integers(1, 2)), st.integers(1, 24), LIMITS)
+@given(st.builds(Sizes, *[st.integers(1, 8)] * 4, cp=st.integers(1, 2), ep=st.integers(1, 4)), st.integers(1, 24), LIMITS)
 def test_nearest_first(asked: Sizes, num_ranks: int, limits: Limits) -> None:
     found = nearest_layouts(asked, num_ranks, limits, lambda sizes: True)
     distances = [sum(abs(math.log(a / b)) for a, b in zip(sizes, asked, strict=True)) for sizes in found]

@@ -94,6 +94,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "actor": {"train": {"cp": 2}},
         "critic": {"train": {"tp": 1, "pp": 2, "cp": 4}},
     },
+    "divided experts": {
+        "placement": {"mode": "colocated", "actor": {"tp": 2, "dp": 4}},
+        "actor": {"train": {"ep": 2}},
+        "critic": {"train": {"tp": 1, "pp": 2, "dp": 4, "ep": 4}},
+    },
 }
 
 

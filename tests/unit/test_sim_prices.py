@@ -15,7 +15,7 @@ from benchmarks.prices import main as prices
 from benchmarks.published.tables import SHAPES
 from oppo_megatron.config.model import TrainingLayoutConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.memory import stage_parameters
+from oppo_megatron.layout.memory import expert_weights, stage_parameters
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.schedule.weaving.costs import read_costs
 from oppo_megatron.sim.clusters.cluster import GPUS, H100_LAWS, INSIDE, Between, Cluster, Efficiencies, Line, published, threaded
@@ -200,6 +200,20 @@ def test_ranks_that_share_sequences_compute_a_half_each_and_gather_keys_and_valu
     assert 8 * (3 * model.forward_s(0, half) + 2 * gather) < plain < 0.6 * alone
 
 
+def test_replicas_that_divide_experts_pass_pairs_twice_in_each_pass_and_reduce_fewer_weights() -> None:
+    shape = SHAPES["7B"] | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 512, "num_experts_per_tok": 2}
+    batch, model = Batch(8 * 8192.0, 8192.0, 8192), replace(laid(1, 1, 1), shape=shape)
+    laid_out = [replace(model, placement=RolePlacement((0, 1), dp=2, ep=ep)) for ep in (1, 2)]
+    ways = [TrainingLayoutConfig(recompute=how) for how in ("none", "full")]
+    plain, full = ([update_s(each, Update(batch, 1, way)) for each in laid_out] for way in ways)
+    once = 32 * scatter_s(CLUSTER, Group(2, 1, 4), 2 * 2 * 4096 * 8192.0)  # layers; bytes, experts of a token, width
+    assert (full[1] - full[0]) - (plain[1] - plain[0]) == pytest.approx(8 * 2 * once)
+    experts = 32 * 8 * 3 * 512 * 4096
+    assert expert_weights(shape) * 32 == experts
+    fewer = scatter_s(CLUSTER, Group(2, 1, 4), 2 * experts / 2)  # gathered weights; gradients hide behind the backward pass
+    assert plain[1] - plain[0] == pytest.approx(8 * 4 * once - fewer, rel=1e-3)
+
+
 def test_decode_steps_sum_over_the_lengths_and_sequences_without_a_slot_wait_for_the_next_round() -> None:
     """Equal lengths: steps times one step.  Ragged ones lie between the shortest and the longest, nearer to their mean."""
     model, count = laid(8, 1, 1), 64
@@ -247,6 +261,10 @@ def test_a_move_takes_what_its_bytes_do() -> None:
     assert reallocation_s(CLUSTER, shape, one, away, scalar=False) == pytest.approx(num_bytes / (0.94 * 400e9), rel=0.02)
     moved = reallocation_s(CLUSTER, shape, Weights(RolePlacement((0, 1), 1, 2, 1), vpp=2), halves, scalar=False)
     assert moved == pytest.approx(seconds / 2, rel=0.2)  # half of each stage's layers
+    mixture = shape | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 512, "num_experts_per_tok": 2}
+    divided = Weights(RolePlacement((0, 1), dp=2, ep=2))
+    seconds = reallocation_s(CLUSTER, mixture, divided, placed(1, 1, 2), scalar=False)
+    assert seconds == pytest.approx(2 * 32 * expert_weights(mixture) / 2 / 357.5e9, rel=0.01), "the other replica's experts"
     # A replica on each node in both layouts: nothing passes the network, so its bandwidth does not count.
     networks = (CLUSTER, replace(CLUSTER, between=replace(NETWORK, bytes_per_s=1e6)))
     usual, slow = (reallocation_s(each, shape, placed(8, 1, 2), placed(1, 1, 16), scalar=False) for each in networks)

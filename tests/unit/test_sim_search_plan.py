@@ -1,6 +1,7 @@
 """`oppo plan search`: plans are configurations, follow from the cluster, are told in full, and are played as they would run."""
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
@@ -77,6 +78,16 @@ def test_ranks_share_long_sequences_if_there_are_fewer_than_ranks(longest: int) 
     assert plans and all(check_layouts(plan, shapes) == [] for plan in plans)
     shared = [plan.actor.train.cp > 1 for plan in plans]
     assert shared[0] if longest > 8000 else not any(shared)
+
+
+def test_a_given_expert_parallel_size_is_kept_as_far_as_replicas_and_experts_divide() -> None:
+    mixture = SMALL | {"model_type": "mixtral", "num_local_experts": 6}
+    asked = config(actor={"init": mixture, "train": {"ep": 4}})
+    plans = [planned_config(asked, plan) for plan in find_plans(Task(asked, CLUSTER, LENGTHS), 4)[0]]
+    shapes = {name: read_hf_config(role) for name, role in named_roles(asked).items()}
+    assert plans and all(check_layouts(plan, shapes) == [] for plan in plans)
+    trained = [training_placements(plan)["actor"] for plan in plans]
+    assert [each.ep for each in trained] == [math.gcd(4, each.dp, 6 // each.tp) for each in trained]
 
 
 KINDS: Mapping[str, dict[str, Any]] = {

@@ -116,7 +116,7 @@ def _unlaid(tree: Mapping[Any, Any]) -> Iterator[str]:
         train = train if isinstance(train := role.get("train"), Mapping) else {}
         yield from (f"{name}.{key}=null" for key in ("ranks", "parallel") if role.get(key) is not None)
         yield from (f"{name}.train.{key}=null" for key in ("tp", "pp", "dp", "ranks") if train.get(key) is not None)
-        yield from (f"{name}.train.{key}=1" for key in ("vpp", "cp") if key in train)
+        yield from (f"{name}.train.{key}=1" for key in ("vpp", "cp", "ep") if key in train)
 
 
 @contextmanager

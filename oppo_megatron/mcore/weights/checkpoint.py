@@ -68,7 +68,7 @@ def gather_models(models: Mapping[str, TrainedModel], *, copied: bool) -> ModelS
     }
     num_bytes = 0
     for model in models.values():
-        for param in _trained(model) if model.model.groups.copy_rank == 0 else ():
+        for param in (each for each in _trained(model) if _replicas(model, each).rank() == 0):
             states = len(MOMENTS) + (param.dtype != torch.float32)
             num_bytes += param.numel() * (param.element_size() + states * torch.float32.itemsize)
     return ModelShards(mcore_to_pyt_state_dict(renamed, False), common, shapes, num_bytes)
@@ -201,7 +201,7 @@ class _Shards:
             if self._gather:
                 if found:
                     values.view(-1)[elements] = found[name].flatten()
-                dist.all_reduce(values, group=self._model.model.groups.collection.dp)  # zeros elsewhere: the sum is exact
+                dist.all_reduce(values, group=_replicas(self._model, param))  # zeros elsewhere: the sum is exact
             whole[name] = values.cpu()
         return whole
 
@@ -214,6 +214,12 @@ def _reason(error: BaseException) -> str:
 
 def _trained(model: TrainedModel) -> Iterator[Parameter]:
     return (param for chunk in model.chunks for param in chunk.parameters() if param.requires_grad)
+
+
+def _replicas(model: TrainedModel, param: Parameter) -> dist.ProcessGroup:
+    """Ranks with a copy of the weight."""
+    collection = model.model.groups.collection
+    return collection.dp if getattr(param, "allreduce", True) else collection.expt_dp
 
 
 def _pieces(model: TrainedModel) -> Iterator[tuple[Parameter, tuple[slice, dict[str, Tensor]]]]:

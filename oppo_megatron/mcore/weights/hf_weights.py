@@ -45,11 +45,14 @@ from oppo_megatron.modeldir.headers import SINGLE_FILE
 @torch.no_grad()
 def load_weights(
     model: torch.nn.Module, shape: ModelShape, source: TensorSource,
-    *, head: Head, tp_rank: int = 0, tp_size: int = 1, pp_rank: int = 0, pp_size: int = 1,
+    *, head: Head, tp_rank: int = 0, tp_size: int = 1, ep_size: int = 1, pp_rank: int = 0, pp_size: int = 1,
 ) -> None:  # fmt: skip
-    """Fill a stage, reading only this rank's shares.  Raises CheckpointError if they do not fit."""
+    """Fill a stage, reading only this rank's shares (`tp_rank`: or its number in the stage).
+
+    Raises CheckpointError if they do not fit.
+    """
     require_source(shape, source, head, "load_weights")
-    parts = stage_parts(shape, head, tp_size=tp_size, pp_rank=pp_rank, pp_size=pp_size)
+    parts = stage_parts(shape, head, tp_size=tp_size, ep_size=ep_size, pp_rank=pp_rank, pp_size=pp_size)
     params = matching_params(model, parts, tp_size)
     progress = by_time(is_owner=not dist.is_initialized() or dist.get_rank() == 0)
     for number, part in enumerate(parts):
@@ -74,9 +77,9 @@ def export_weights(
     else:
         config, names = peft_config(first.adapters, first.head, base), (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
         max_shard_bytes = sys.maxsize
-    if groups.copy_rank == 0:
+    if groups.copy_rank < groups.ep:
         values = _gathered(chunks)
-        if groups.tp_rank == groups.pp_rank == 0:
+        if groups.place == groups.pp_rank == 0:
             tensors = {part.hf_name: part.hf_shape for part in first.parts(1, 0, 1)}
             write_tensors(
                 directory, *apart(first.shape, tensors, values), config, dtype,
@@ -91,8 +94,8 @@ def export_weights(
 def _gathered(chunks: Sequence[RoleModel]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield tensors on the model's first rank."""
     first, groups = chunks[0], chunks[0].groups
-    pp_group, at_first = groups.collection.pp, groups.tp_rank == groups.pp_rank == 0
-    stages = [first.parts(groups.tp, stage, first.num_stages) for stage in range(first.num_stages)]
+    pp_group, at_first = groups.collection.pp, groups.place == groups.pp_rank == 0
+    stages = [first.parts(groups.tp, stage, first.num_stages, groups.ep) for stage in range(first.num_stages)]
     own = {chunk.stage: matching_params(chunk, stages[chunk.stage], groups.tp, whole=first.adapters is None) for chunk in chunks}
     like, seen = next(first.parameters()), set[str]()
     for stage, part in ((stage, part) for stage, parts in enumerate(stages) for part in parts):
@@ -100,9 +103,9 @@ def _gathered(chunks: Sequence[RoleModel]) -> Iterator[tuple[str, torch.Tensor]]
             continue
         seen.add(part.hf_name)
         tensor, owner = None, stage % groups.pp
-        if owner == groups.pp_rank:
-            tensor = _over_tensor_ranks(take_part(own[stage][part.param], part), part, groups)
-        if groups.tp_rank == 0 and owner > 0:
+        if owner == groups.pp_rank and groups.place < part.shares(groups.tp):
+            tensor = _over_ranks(take_part(own[stage][part.param], part), part, groups)
+        if groups.place == 0 and owner > 0:
             if groups.pp_rank == owner:
                 assert tensor is not None
                 dist.send(tensor, dist.get_global_rank(pp_group, 0), group=pp_group)
@@ -114,11 +117,12 @@ def _gathered(chunks: Sequence[RoleModel]) -> Iterator[tuple[str, torch.Tensor]]
             yield part.hf_name, tensor
 
 
-def _over_tensor_ranks(share: torch.Tensor, part: Part, groups: RoleGroups) -> torch.Tensor | None:
-    rank, group = groups.tp_rank, groups.collection.tp
-    if groups.tp == 1 or part.cut is None:
-        return share[: part.hf_shape[0]] if rank == 0 else None
-    shares = [torch.empty_like(share) for _ in range(groups.tp)] if rank == 0 else None
+def _over_ranks(share: torch.Tensor, part: Part, groups: RoleGroups) -> torch.Tensor | None:
+    """Return the tensor on a stage's first rank."""
+    group, size = groups.collection.tp if part.ep == 1 else groups.experts, part.shares(groups.tp)
+    if part.cut is None or size == 1:
+        return share[: part.hf_shape[0]]
+    shares = [torch.empty_like(share) for _ in range(size)] if groups.place == 0 else None
     dist.gather(share, shares, dst=dist.get_global_rank(group, 0), group=group)
     return torch.cat(shares, dim=part.cut)[: part.hf_shape[0]] if shares is not None else None
 

@@ -97,7 +97,8 @@ class Reallocation:
             assert serving is not None
             ours, theirs = serving.groups, training[0].groups
             assert sorted(ours.ranks) == sorted(theirs.ranks), (ours.ranks, theirs.ranks)
-            self.shared = len(training) == 1 and (ours.ranks, ours.tp, ours.pp) == (theirs.ranks, theirs.tp, theirs.pp)
+            sizes = [(groups.ranks, groups.tp, groups.pp, groups.ep) for groups in (ours, theirs)]
+            self.shared = len(training) == 1 and sizes[0] == sizes[1]
             if self.shared:
                 share_parameters(training[0], serving)
                 return
@@ -172,12 +173,12 @@ class Reallocation:
         Collective of the ranks that train, and of the others.
         """
         sums = torch.zeros(len(self._names), dtype=torch.int64, device=self._like.device)
-        for model in self._digested if self._digested[0].groups.copy_rank == 0 else ():
-            params = dict(model.named_parameters())
-            for part in model.parts(model.groups.tp, model.stage, model.num_stages):
+        for model in self._digested:
+            params, groups = dict(model.named_parameters()), model.groups
+            for part in model.parts(groups.tp, model.stage, model.num_stages, groups.ep):
                 number, stage = self._names[part.hf_name]
-                if model.stage == stage and (part.cut is not None or model.groups.tp_rank == 0):
-                    views = _Piece.of(params, part, slice(0, _width(part, model.groups.tp))).views()
+                if model.stage == stage and groups.place < part.shares(groups.tp):
+                    views = _Piece.of(params, part, slice(0, _width(part, groups.tp))).views()
                     for view in views:
                         sums[number] += _bits(view).sum(dtype=torch.int64)
         dist.all_reduce(sums, group=self._digested[0].groups.all)
@@ -251,13 +252,11 @@ def share_parameters(training: RoleModel, serving: RoleModel) -> None:
 class _Layout:
     def __init__(self, model: RoleModel, placed: RoleGroups | RolePlacement, num_stages: int):
         self.ranks, self.tp, self.pp = placed.ranks, placed.tp, placed.pp
-        self.stages = [model.parts(self.tp, stage, num_stages) for stage in range(num_stages)]
+        self.stages = [model.parts(self.tp, stage, num_stages, placed.ep) for stage in range(num_stages)]
 
-    def holders(self, stage: int, tp_rank: int | None) -> Sequence[int]:
-        """Ranks of a stage's replicas (None: any tensor rank)."""
+    def holders(self, stage: int, part: Part, share: int) -> Sequence[int]:
         size = len(self.ranks) // self.pp
-        ranks = self.ranks[stage % self.pp * size :][:size]
-        return ranks if tp_rank is None else ranks[tp_rank :: self.tp]
+        return self.ranks[stage % self.pp * size :][:size][share :: part.shares(self.tp)]
 
 
 _Cut = tuple[Part, slice]
@@ -270,15 +269,15 @@ def _copies(source: _Layout, target: _Layout, receiver: int) -> Iterator[tuple[i
     place = target.ranks.index(receiver)
     for part in target.stages[place * target.pp // len(target.ranks)]:
         stage, held = found[part.hf_name]  # of tied embeddings the first
-        is_cut, width, held_width = part.cut is not None, _width(part, target.tp), _width(held, source.tp)
-        first = place % target.tp * width if is_cut else 0
-        for tp_rank in range(source.tp if is_cut else 1):
-            start, stop = max(first, tp_rank * held_width), min(first + width, (tp_rank + 1) * held_width)
+        width, held_width = _width(part, target.tp), _width(held, source.tp)
+        first = place % part.shares(target.tp) * width
+        for share in range(held.shares(source.tp)):
+            start, stop = max(first, share * held_width), min(first + width, (share + 1) * held_width)
             if start >= stop:
                 continue
-            ranks = source.holders(stage, tp_rank if is_cut else None)
+            ranks = source.holders(stage, held, share)
             sender = receiver if receiver in ranks else ranks[receiver % len(ranks)]
-            sent, filled = (slice(start - begin, stop - begin) for begin in (tp_rank * held_width, first))
+            sent, filled = (slice(start - begin, stop - begin) for begin in (share * held_width, first))
             numel = (stop - start) * (part.num_rows if part.cut == 1 else prod(part.hf_shape[1:]))
             yield sender, stage, (held, sent), (part, filled), numel
 

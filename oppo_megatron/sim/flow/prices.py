@@ -113,5 +113,8 @@ class FlowPrices:
     def move_ns(self, name: str, source: Choice, target: Choice) -> int:
         """Nanoseconds to bring a model's trained weights to another of its placements."""
         model, pair = self.flow.models[name], (source, target)
-        weights = (Weights(RolePlacement(each.block.ranks, *each.sizes[:3], each.sizes.cp), each.sizes.vpp) for each in pair)
+        weights = (
+            Weights(RolePlacement(each.block.ranks, *each.sizes[:3], each.sizes.cp, each.sizes.ep), each.sizes.vpp)
+            for each in pair
+        )
         return nanoseconds(reallocation_s(self.cluster, read_hf_config(model), *weights, scalar=model.has_scalar_head))

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from oppo_megatron.columns import Ints
+from oppo_megatron.layout.experts import experts_of
 from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.layout.shape import Shape, head_dim, num_kv_heads
 from oppo_megatron.schedule.weaving.costs import Costs, Linear
@@ -96,6 +97,15 @@ class LaidModel:
             return 0.0
         group = Group.of(self.cluster, [self.placement.rank(copy, stage, 0) for copy in range(size)], max(1, per_node // size))
         numbers = 2 * num_kv_heads(self.shape) * head_dim(self.shape) / self.placement.tp
+        return self.layers * scatter_s(self.cluster, group, WIDTH * numbers * tokens)
+
+    def experts_s(self, stage: int, tokens: float) -> float:
+        """Seconds to pass all pairs of `tokens` and experts to the replicas that hold the experts."""
+        size, per_node, experts = self.placement.ep, self.cluster.gpus_per_node, experts_of(self.shape)
+        if size == 1 or experts is None:
+            return 0.0
+        group = Group.of(self.cluster, [self.placement.rank(copy, stage, 0) for copy in range(size)], max(1, per_node // size))
+        numbers = experts.active * self.shape["hidden_size"] / self.placement.tp
         return self.layers * scatter_s(self.cluster, group, WIDTH * numbers * tokens)
 
     @cached_property

@@ -15,7 +15,7 @@ from oppo_megatron.config.derived import minibatch_rows, row_tokens
 from oppo_megatron.config.model import TrainingLayoutConfig
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
-from oppo_megatron.layout.memory import stage_layers, stage_parameters
+from oppo_megatron.layout.memory import expert_weights, stage_layers, stage_parameters
 from oppo_megatron.layout.placements import (
     RolePlacement,
     has_own_training_weights,
@@ -77,10 +77,12 @@ def update_s(model: LaidModel, update: Update) -> float:
     whole, stages = batch.micro_batch(outputs=True), []
     tokens = Tokens(*(each / placement.cp for each in vars(whole).values()))
     gathers = 2 + (update.train.recompute != "none")  # of keys and values, and once of their gradients
+    passes = 4 + 2 * (update.train.recompute == "full")  # of pairs and experts' outputs, and of their gradients
     for stage in range(placement.pp):
         forward = model.forward_s(stage, tokens, training=True)
         again = {"none": 0.0, "selective": model.attention_s(tokens), "full": forward - model.head_s(stage, tokens.rows)}
-        stages.append(3 * forward + again[update.train.recompute] + gathers * model.context_s(stage, whole.new))
+        messages = gathers * model.context_s(stage, whole.new) + passes * model.experts_s(stage, tokens.new)
+        stages.append(3 * forward + again[update.train.recompute] + messages)
     hops = [2 * model.hop_s(stage, tokens.new) for stage in range(placement.pp)]
     slowest = max(*stages, *hops)
     bubble = (sum(stages) - max(stages)) / update.train.vpp + sum(hops)
@@ -91,8 +93,10 @@ def update_s(model: LaidModel, update: Update) -> float:
 def _exchange_s(model: LaidModel, stage: int, last_s: float) -> float:
     """Exposed messages of an optimizer step, and its passes. Gradients overlap with the last backward (2/3 `last_s`)."""
     placement = model.placement
-    held = stage_parameters(model.shape, placement.tp, placement.pp, stage, scalar=model.scalar)
-    optimizer = LayerLaw(model.cluster.gpu).plain_s(held * ADAM_BYTES / placement.copies)
+    held, whole = (
+        stage_parameters(model.shape, placement.tp, placement.pp, stage, scalar=model.scalar, ep=ep) for ep in (placement.ep, 1)
+    )
+    optimizer = LayerLaw(model.cluster.gpu).plain_s(whole * ADAM_BYTES / placement.copies)
     if placement.copies == 1:
         return optimizer
     group = model.replica_groups[stage]
@@ -111,16 +115,16 @@ def reallocation_s(cluster: Cluster, shape: Shape, source: Weights, target: Weig
     """Seconds until `target`'s ranks have all weights, from a replica on their node if possible."""
     moves = Moves(cluster)
     embedding, head = (head_linear(shape, scalar=each).size for each in (False, scalar))
-    sizes = {"layer": layer_weights(shape), "embedding": embedding, "head": head}
-    here, there = target.placement, source.placement
-    mine_of, theirs_of = _by_coordinates(here), _by_coordinates(there)
+    experts = expert_weights(shape)
+    sizes = {"layer": layer_weights(shape) - experts, "experts": experts, "embedding": embedding, "head": head}
     parts, held = _parts(shape, target), _parts(shape, source)
     for (stage, own), (holder, other) in product(enumerate(parts), enumerate(held)):
         for kind, size in sizes.items():
             times = len(own[kind] & other[kind])
-            if not times:
+            if not times or not size:
                 continue
-            for mine, theirs, share in _overlaps(here.tp, there.tp):
+            mine_of, theirs_of = (_by_coordinates(each.placement, kind) for each in (target, source))
+            for mine, theirs, share in _overlaps(mine_of.shape[2], theirs_of.shape[2]):
                 holding, asking = theirs_of[holder, :, theirs], mine_of[stage, :, mine]
                 place = np.minimum(np.searchsorted(holding, asking), len(holding) - 1)
                 lacking = asking[holding[place] != asking]
@@ -129,16 +133,16 @@ def reallocation_s(cluster: Cluster, shape: Shape, source: Weights, target: Weig
     return moves.seconds()
 
 
-def _by_coordinates(placement: RolePlacement) -> Ints:
-    """Ranks, [stage, replica, shard]."""
-    return np.array(placement.ranks).reshape(placement.pp, placement.copies, placement.tp)
+def _by_coordinates(placement: RolePlacement, kind: str) -> Ints:
+    """Ranks, [stage, replica, share of the weights]."""
+    return np.array(placement.ranks).reshape(placement.pp, -1, placement.tp * (placement.ep if kind == "experts" else 1))
 
 
 def _parts(shape: Shape, weights: Weights) -> list[dict[str, set[int]]]:
     pp = weights.placement.pp
     return [
         {
-            "layer": {layer for span in stage_layers(shape, pp, stage, weights.vpp) for layer in span},
+            **dict.fromkeys(("layer", "experts"), {i for span in stage_layers(shape, pp, stage, weights.vpp) for i in span}),
             "embedding": {0} if stage == 0 else set(),
             "head": {0} if stage == pp - 1 else set(),
         }

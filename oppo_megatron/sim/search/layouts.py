@@ -98,7 +98,7 @@ MOST_STAGES = 8
 VIRTUAL = (1, 2, 4)
 """Virtual stages per rank that are tried."""
 SHARED = (1, 2, 4, 8)
-"""Ranks that are tried to share a sequence."""
+"""Ranks that are tried to share a sequence, and replicas to divide experts."""
 LEAST_SHARE = 4096
 """Tokens of the longest sequence that a rank keeps if others share it."""
 NOTHING: list[Any] = [(None, 0)]
@@ -123,7 +123,9 @@ class Option:
         train = self.train
         if train is None:
             return None
-        return Sizes(train.tp or self.serving.tp, train.pp or self.serving.pp, train.dp or self.serving.dp, train.vpp, train.cp)
+        return Sizes(
+            train.tp or self.serving.tp, train.pp or self.serving.pp, train.dp or self.serving.dp, train.vpp, train.cp, train.ep
+        )
 
     def over(self, pieces: int) -> Bytes:
         return np.repeat(self.memory, pieces // self.memory.shape[1], axis=1)
@@ -302,8 +304,10 @@ class PriceTable:
 
     def _trainings(self, role: str, size: int, own: TrainingLayoutConfig) -> Iterator[TrainingLayoutConfig]:
         limits = model_limits(self._shapes[role], minibatch_parts(self.config))
-        shared = [cp for cp in SHARED if size % cp == 0 and (cp == 1 or max_context(self.config) >= cp * LEAST_SHARE)]
-        for sizes in (sizes for cp in shared for sizes in layouts_of(size, limits, interleaved=True, cp=cp)):
+        shares = [cp for cp in SHARED if size % cp == 0 and (cp == 1 or max_context(self.config) >= cp * LEAST_SHARE)]
+        ways = [(cp, 1) for cp in shares] + [(1, ep) for ep in SHARED[1:] if limits.experts % ep == 0]
+        tried = ((ep, sizes) for cp, ep in ways for sizes in layouts_of(size, limits, interleaved=True, cp=cp, ep=ep))
+        for sizes in (sizes for ep, sizes in tried if sizes.ep == ep):
             # Sequence parallelism takes less time and less memory; gloo lacks its collectives.
             sequence_parallel = sizes.tp > 1 and (own.sequence_parallel or not self.cluster.gpu.on_cpu)
             for recompute in RECOMPUTED if self._is_tried(sizes) else ():
@@ -343,8 +347,8 @@ def _together(one: Bytes, other: Bytes) -> Bytes:
 
 def _training_sizes(train: TrainingLayoutConfig) -> Sizes:
     assert train.tp and train.pp and train.dp, "the table sets all sizes"
-    return Sizes(train.tp, train.pp, train.dp, train.vpp, train.cp)
+    return Sizes(train.tp, train.pp, train.dp, train.vpp, train.cp, train.ep)
 
 
 def _over(sizes: Sizes) -> RolePlacement:
-    return RolePlacement(tuple(range(sizes.num_ranks)), sizes.tp, sizes.pp, sizes.dp, sizes.cp)
+    return RolePlacement(tuple(range(sizes.num_ranks)), sizes.tp, sizes.pp, sizes.dp, sizes.cp, sizes.ep)
