@@ -38,10 +38,10 @@ MODEL = {
 }  # fmt: skip
 SMALL = MODEL | {"hidden_size": 256, "num_hidden_layers": 4, "intermediate_size": 704, "initializer_range": 0.04}
 LARGE = {
-    "model": MODEL, "dtype": "bfloat16", "lr": 8.0e-4, "rl_lr": 5.0e-5, "sft_steps": 250, "steps": 24, "every": 12,
+    "model": MODEL, "dtype": "float32", "lr": 8.0e-4, "rl_lr": 1.0e-5, "sft_steps": 250, "steps": 48, "every": 12,
     "drawn": 20000, "heldout": 1000, "prompts": 3840,
 }  # fmt: skip
-SIZES = {"large": LARGE, "small": LARGE | {"model": SMALL, "dtype": "float32", "lr": 1.5e-3, "rl_lr": 1.0e-4}}
+SIZES = {"large": LARGE, "small": LARGE | {"model": SMALL, "lr": 1.5e-3, "rl_lr": 1.0e-4}}
 SIZES["quick"] = SIZES["small"] | {"sft_steps": 2, "steps": 2, "every": 1, "drawn": 2000, "heldout": 20, "prompts": 128}
 BATCH, VERIFIER = 64, {"kind": "verifier", "name": "gsm8k"}
 PROMPT = {"prompt_template": "Question: {prompt}\nAnswer:"}  # the harness's prompt of gsm8k without examples
@@ -100,11 +100,12 @@ def sft_settings(out: Path, size: Mapping[str, Any]) -> dict[str, Any]:
 def rl_settings(out: Path, algorithm: str, overlap: str, seed: int, size: Mapping[str, Any]) -> dict[str, Any]:
     """Return a run's settings: the actor on one rank, on another the reference, and the critic of PPO."""
     start, on, group = out / "sft" / "weights", overlap == "on", 8 if algorithm == "grpo" else 1
+    optimizer = {"lr": size["rl_lr"], "warmup_steps": 5, "decay": "linear"}
     settings: dict[str, Any] = {
         "run_dir": out / f"{algorithm}-{overlap}-{seed}", "seed": seed, "steps": size["steps"],
         "algorithm": {"preset": algorithm}, "placement": {"mode": "disaggregated"}, "tokenizer": {"path": start},
         "data": {"path": out / "data" / "prompts.jsonl", **PROMPT, "max_prompt_tokens": 64},
-        "actor": {"checkpoint": start, "optimizer": {"lr": size["rl_lr"], "warmup_steps": 5}}, "rewards": [VERIFIER],
+        "actor": {"checkpoint": start, "optimizer": optimizer}, "rewards": [VERIFIER],
         "rollout": {"batch_size": BATCH, "group_size": group, "max_response_tokens": 32},
         "ppo": {"minibatches": 2, "kl": {"coefficient": 0.005}},
         "overlap": {"intra": on, "inter": on, "chunk": 16, "delta": {"rule": "fixed", "initial": 16 // group, "max": 16}},
@@ -115,7 +116,7 @@ def rl_settings(out: Path, algorithm: str, overlap: str, seed: int, size: Mappin
         },
     }  # fmt: skip
     if algorithm == "ppo":
-        settings["critic"] = {"checkpoint": start, "optimizer": {"lr": 2 * size["rl_lr"], "warmup_steps": 5}}
+        settings["critic"] = {"checkpoint": start, "optimizer": optimizer | {"lr": 2 * size["rl_lr"]}}
         settings["ppo"] |= {"critic_warmup_steps": 1, "gae_lambda": 1.0, "value_clip": 0.0}
     return settings
 
