@@ -141,11 +141,11 @@ class Recipe:
 
     def row(self) -> str:
         seconds = "-" if self.seconds is None else f"{self.seconds:.3g}"
-        gpus = read_cluster(self.cluster)
+        gpus, kind = read_cluster(self.cluster), self.cluster.stem.removesuffix("-cluster").partition("-")[2].upper()
         roles = self.tree.get("placement", {}).get("mode", "")
         about = self.about.splitlines()[0].removeprefix("# ").rstrip(".")
         cells = (
-            f"[{self.name}]({self.name}.yaml)", about, f"{gpus.num_ranks} x {self.cluster.stem.removesuffix('-cluster').split('-', 1)[1].upper()}",
+            f"[{self.name}]({self.name}.yaml)", about, f"{gpus.num_ranks} x {kind}",
             layout_text(self.tree) or roles, f"{self.gigabytes:.1f} of {self.available:g}", seconds,
         )  # fmt: skip
         return f"| {' | '.join(cells)} |"
@@ -197,7 +197,8 @@ def layout_text(tree: Mapping[str, Any]) -> str:
     placement = tree.get("placement", {})
     model = tree.get("actor", tree.get("model", {}))
     serving = model.get("parallel") or placement.get("actor") or tree.get("parallel") or {}
-    training = {**serving, **{key: value for key, value in model.get("train", {}).items() if key in ("tp", "pp", "dp", "cp", "ep")}}
+    trained = model.get("train", {})
+    training = {**serving, **{key: trained[key] for key in ("tp", "pp", "dp", "cp", "ep") if key in trained}}
     texts = [" ".join(f"{key} {size}" for key, size in sizes.items() if size > 1) or "1" for sizes in (serving, training)]
     return texts[0] if texts[0] == texts[1] or "actor" not in tree else f"{texts[0]}; trained {texts[1]}"
 
