@@ -40,7 +40,7 @@ def experts_of(shape: Mapping[str, Any]) -> Experts | None:
     count_key, count, active, width_key, width = EXPERTS[shape["model_type"]]
     limits = float(shape.get("swiglu_limit") or 7.0), float(shape.get("swiglu_alpha") or 1.702)
     return Experts(
-        count=int(shape.get(count_key) or shape.get("num_local_experts") or count),
+        count=int(shape.get(count_key) or shape.get("num_local_experts") or shape.get("num_experts") or count),
         active=int(shape.get("num_experts_per_tok") or active),
         ffn_size=int(shape.get(width_key) or width),
         normalised=shape["model_type"] in ("mixtral", "gpt_oss") or bool(shape.get("norm_topk_prob")),
@@ -62,7 +62,7 @@ def faults_of_experts(shape: Mapping[str, Any]) -> Iterator[tuple[str, object, s
         return
     count_key, _, _, width_key, _ = EXPERTS[shape["model_type"]]
     wrong = False
-    for key in dict.fromkeys((count_key, "num_local_experts", "num_experts_per_tok", width_key)):
+    for key in dict.fromkeys((count_key, "num_local_experts", "num_experts", "num_experts_per_tok", width_key)):
         if shape.get(key) is not None and (type(shape[key]) is not int or shape[key] < 1):
             wrong = True
             yield key, shape[key], "be a positive integer"

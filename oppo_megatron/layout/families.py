@@ -87,7 +87,9 @@ ROPE_KINDS = {
     "longrope": (),
 }
 """Numbers required in addition to `rope_theta`."""
-OPTIONAL_ROPE = ("factor", "original_max_position_embeddings", "attention_factor")
+OPTIONAL_ROPE = ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow")
+BESIDE_ROPE = ("max_position_embeddings", "original_max_position_embeddings", "partial_rotary_factor")
+"""Keys outside RoPE parameters that the frequencies depend on."""
 LISTS_OF_ROPE = ("short_factor", "long_factor")
 Fault = tuple[str, object, str]
 """A key, its value and the rule that it breaks."""
@@ -144,9 +146,10 @@ def layer_types(shape: Shape) -> list[str]:
 
 def ropes(shape: Shape) -> list[dict[str, Any]]:
     """RoPE parameters; a second set, of layers with a window, if these have their own."""
-    row, given = traits(shape), shape.get("rope_parameters") or {}
-    if row.local_theta is None:
-        return [_rope(given or shape.get("rope_scaling") or row.rope, shape.get("rope_theta", row.theta))]
+    row, given = traits(shape), shape.get("rope_parameters")
+    if row.local_theta is None:  # as transformers, which prefers the older key
+        return [_rope(shape.get("rope_scaling") or (row.rope if given is None else given), shape.get("rope_theta", row.theta))]
+    given = given or {}
     main = given.get(FULL) or shape.get("rope_scaling") or {}
     local = shape.get("rope_local_base_freq", row.local_theta)
     return [_rope(main, shape.get("rope_theta", row.theta)), _rope(given.get(SLIDING) or {}, local)]

@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from oppo_megatron.layout.activations import COMPOSED_NUMBERS, PIECE
-from oppo_megatron.layout.families import LAYER_TYPES
+from oppo_megatron.layout.families import BESIDE_ROPE
 from oppo_megatron.layout.kernels import FLASH, usable
 from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore.cpu import HalfOnCpu
@@ -35,20 +35,23 @@ def rope_tables(shape: ModelShape, num_positions: int, device: torch.device) -> 
     Long RoPE has its long factors if `num_positions` exceed the original ones, for all positions.
     """
     tables: list[Tensor] = []
-    for rope, layer_type in zip(shape.ropes, LAYER_TYPES, strict=False):
+    for rope in shape.ropes:
         kind, factor = rope["rope_type"], 1.0
         if kind == "default":
             exponents = torch.arange(0, shape.rotary_dim, 2, dtype=torch.int64).float() / shape.rotary_dim
             frequencies = 1.0 / (float(rope["rope_theta"]) ** exponents)
         else:
-            from transformers import AutoConfig
+            from transformers import LlamaConfig
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-            of_layers: dict[str, Any] = {"layer_type": layer_type} if len(shape.ropes) > 1 else {}
-            if kind == "longrope":
-                of_layers |= {"seq_len": num_positions}
-            config = AutoConfig.for_model(**dict(shape.hf))
-            frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **of_layers)
+            beside = {key: value for key, value in shape.hf.items() if key in BESIDE_ROPE and value}
+            config = LlamaConfig(  # for any family: its own class would check the whole `config.json`
+                hidden_size=shape.num_heads * shape.head_dim, num_attention_heads=shape.num_heads, head_dim=shape.head_dim,
+                rope_theta=rope["rope_theta"], rope_scaling=dict(rope),
+                **{"max_position_embeddings": shape.traits.positions} | beside,
+            )  # fmt: skip
+            of_length = {"seq_len": num_positions} if kind == "longrope" else {}
+            frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **of_length)
         angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies.float())
         cos, sin = angles.cos() * factor, angles.sin() * factor
         tables += [torch.cat([cos, cos], dim=-1).to(device), torch.cat([-sin, sin], dim=-1).to(device)]

@@ -80,6 +80,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ({"rope_scaling": "yarn"}, "RoPE parameters are 'yarn', but must be a mapping"),
     ({"rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic' is not supported"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": "x"}}, "`factor` of its RoPE parameters"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": "x"}}, "`beta_fast` of its RoPE parameters is 'x'"),
     ({"rope_theta": None}, "`rope_theta` of its RoPE parameters is None"),
 ]  # fmt: skip
 
@@ -94,7 +95,8 @@ def test_each_misfit(change: dict[str, Any], expected: str) -> None:
     ({}, {"tp": 4}, "2 key/value heads do not divide by tp 4; choose tp from 1, 2"),
     ({}, {"pp": 3}, "4 layers do not divide by pp 3; choose pp from 1, 2, 4"),
     ({"intermediate_size": 129}, {"tp": 2}, "intermediate_size 129 does not divide by tp 2"),
-    ({**QWEN_MOE, "num_experts": 9}, {"tp": 2}, "number of experts 9 does not divide by tp 2; choose tp from 1"),
+    *(({**family, "num_experts": 9}, {"tp": 2}, "number of experts 9 does not divide by tp 2; choose tp from 1")
+      for family in (QWEN_MOE, OSS)),
 ])  # fmt: skip
 def test_sizes_divide_over_a_layout(change: dict[str, Any], parallel: dict[str, int], expected: str) -> None:
     (problem,) = check_shape("critic", {**QWEN, **change}, ParallelConfig(**parallel), 256, 100)

@@ -15,13 +15,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssRotaryEmbedding
 
 from oppo_megatron.cluster.held_memory import device_bytes, held_bytes, peak_bytes
 from oppo_megatron.cluster.world import open_world
 from oppo_megatron.config.model import ModelConfig, RuntimeConfig
 from oppo_megatron.layout.memory import WHOLE_MULTIPLE
+from oppo_megatron.layout.shape import ModelShape
 from oppo_megatron.mcore import attention, roles
-from oppo_megatron.mcore.attention import LEAST_PIECE, CausalSpans, PackedPlan, binding
+from oppo_megatron.mcore.attention import LEAST_PIECE, CausalSpans, PackedPlan, binding, rope_tables
 from oppo_megatron.mcore.batch import MicroBatch, join_rows, pack_responses, split_rows
 from oppo_megatron.mcore.cpu import HalfOnCpu, can_prepack
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
@@ -34,6 +36,22 @@ from tests.support.ppo import SHAPE
 
 CPU = torch.device("cpu")
 TOKENS = st.lists(st.integers(0, 500), min_size=1, max_size=6)
+
+OSS = SHAPE | {"model_type": "gpt_oss", "head_dim": 16, "num_local_experts": 8}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("rope", [
+    {}, {"rope_scaling": None}, {"rope_parameters": {}}, {"rope_parameters": {"rope_theta": 500.0}}, {"rope_scaling": YARN},
+    {"rope_scaling": YARN | {"truncate": False, "beta_fast": 8.0}, "rope_theta": 9e3,
+     "rope_parameters": {"rope_type": "default"}},
+])  # fmt: skip
+def test_rotations_are_those_of_transformers(rope: dict[str, Any]) -> None:
+    """Whatever the keys; a limit without a fraction, which transformers' own configuration refuses, is computed."""
+    ours = rope_tables(ModelShape.from_hf({**OSS, **rope, "swiglu_limit": 7}), 200, CPU)
+    theirs = GptOssRotaryEmbedding(GptOssConfig(**{key: value for key, value in (OSS | rope).items() if key != "model_type"}))
+    for our_LD, of_half in zip(ours, theirs(torch.zeros(1), torch.arange(200)[None]), strict=True):
+        assert torch.equal(our_LD[:, of_half.shape[-1] :], of_half[0])
 
 
 @settings(deadline=None)
