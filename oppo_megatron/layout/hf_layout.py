@@ -274,6 +274,8 @@ UNKNOWN = {
     r"\w+_scale|\w+_zero_point)$": "It belongs to quantised weights: use the checkpoint that is not quantised.",
     r"(^|\.)(v_head|value_head)\.": f"It is of a value head, which is read under the name {SCALAR_HEAD} only: remove it from the "
     "file, by loading the model with transformers and save_pretrained.",
+    r"_proj_(blocks|scales)$": "MXFP4 needs bytes [experts, outputs, blocks, 16] in `*_blocks`, [experts, outputs, blocks] in "
+    "`*_scales`, and no tensor without these endings: use the complete files of the checkpoint.",
     r"\.bias$": "Only biases of Qwen2's queries, keys and values and of GPT-OSS are computed: use a model without others.",
     "": WHOLE,
 }
@@ -295,7 +297,7 @@ def dense(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = dict(stored)
     for name, (size, dtype) in stored.items():
         whole = name.removesuffix(BLOCKS)
-        if name != whole and (dtype, size[3:]) == ("U8", (16,)) and stored.get(whole + SCALES) == Tensor(size[:3], "U8"):
+        if whole not in stored and (dtype, size[3:]) == ("U8", (16,)) and stored.get(whole + SCALES) == Tensor(size[:3], "U8"):
             del found[name], found[whole + SCALES]
             found[whole] = Tensor((size[0], 32 * size[2], size[1]), "BF16")
     return found

@@ -130,10 +130,15 @@ def test_experts_of_four_bits_are_read_and_written_as_bfloat16(tmp_path: Path, c
     assert "quantization_config" not in json.loads((dst / "config.json").read_text())
     assert outputs(dst).isfinite().all()
     lost = "model.layers.1.mlp.experts.down_proj_scales"
+    whole, blocks = (lost.replace("_scales", ending) for ending in ("", "_blocks"))
+    save_file(tensors | {whole: expected[whole].contiguous()}, src / "model.safetensors", metadata={"format": "pt"})
+    assert convert(src, tmp_path / "none") == 2
+    assert f"{lost} has no place in the model of config.json. MXFP4 needs" in (said := capsys.readouterr().err)
+    assert f"{blocks} has no place" in said
     del tensors[lost]
     save_file(tensors, src / "model.safetensors", metadata={"format": "pt"})
     assert convert(src, tmp_path / "none") == 2
-    assert f"{lost.removesuffix('_scales')} is missing" in capsys.readouterr().err
+    assert f"{whole} is missing" in (said := capsys.readouterr().err) and f"{blocks} has no place" in said
 
 
 def test_convert_changes_the_dtype_and_the_check_sees_it(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import varlen
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssRotaryEmbedding
 
 from oppo_megatron.cluster.held_memory import device_bytes, held_bytes, peak_bytes
@@ -344,16 +346,17 @@ def flash_on_cpu() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 9, 100])
-@pytest.mark.parametrize("way", ["composed", "composed, bfloat16", "kernel"])
+@pytest.mark.parametrize("way", ["composed", "composed, bfloat16", "kernel", "kernel, computed again"])
 def test_sinks_and_their_gradients(flash_on_cpu: None, monkeypatch: pytest.MonkeyPatch, window: int | None, way: str) -> None:
     """A kernel's backward pass reads the output and log-sums that sinks have changed."""
-    if way == "kernel":
+    if "kernel" in way:
         monkeypatch.setattr(attention, "varlen_kernel", lambda q, cap: attention.torch_varlen())
     monkeypatch.setattr(attention, "COMPOSED_NUMBERS", 2**12)
     dtype = torch.bfloat16 if "bfloat16" in way else torch.float32
     given = [*inputs(sum(LENGTHS), dtype), torch.linspace(-3.0, 4.0, HEADS).to(dtype).requires_grad_()]
     exact = [x.detach().double().requires_grad_() for x in given]
-    found = PackedPlan(LENGTHS, ROPE).attend(0, *given[:3], SCALE, window, sinks=given[3])
+    again = partial(checkpoint, use_reentrant=False) if "again" in way else lambda function, *tensors: function(*tensors)
+    found = again(lambda q, k, v, sinks: PackedPlan(LENGTHS, ROPE).attend(0, q, k, v, SCALE, window, sinks=sinks), *given)
     expected = plain(*exact[:3], window or max(LENGTHS), exact[3])
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     (found.double() * weights).sum().backward()
