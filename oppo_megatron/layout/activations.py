@@ -7,7 +7,7 @@ from math import ceil
 
 from oppo_megatron.config.model import LoraConfig, TrainingLayoutConfig
 from oppo_megatron.layout.experts import experts_of, ffn_width
-from oppo_megatron.layout.families import caps, composes_attention, is_tied, traits
+from oppo_megatron.layout.families import composes_attention, is_tied, traits
 from oppo_megatron.layout.layouts import Sizes, vocab_rows
 from oppo_megatron.layout.memory import FP32, table_bytes
 from oppo_megatron.layout.shape import DTYPE_BYTES, Shape, head_dim, num_kv_heads
@@ -146,9 +146,7 @@ class Model:
             attention += 0 if train.recompute == "none" else tokens * 2 * (train.cp + 0.5) * self.key
             masks = PIECE if self.on_cpu else tokens if self.dtype == "float32" else 0  # for each position of a sequence
             attention += masks * tokens * train.cp
-        by_kernel = not self.on_cpu and self.dtype == "bfloat16" and caps(self.shape)[0] is None
-        logits = 0.0 if by_kernel else self.composed(tokens, tokens, made=6)
-        return max(max(down, gates, up, sums, attention) * self.width, norms, logits)
+        return max(max(down, gates, up, sums, attention) * self.width, norms, self.composed(tokens, tokens, made=6))
 
     def composed(self, tokens: int, context: int, made: int = 3) -> float:
         """Bytes of attention's logits without a kernel that takes soft caps or sinks, `made` float32 numbers each."""
