@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as McoreOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer import ParamKey, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -262,9 +262,10 @@ def _optimizer(ddp: list[DistributedDataParallel], config: OptimizerConfig, grou
         adam_beta1=config.betas[0], adam_beta2=config.betas[1], adam_eps=config.eps, clip_grad=config.clip_grad,
         bf16=settings.bf16, params_dtype=settings.params_dtype, use_distributed_optimizer=groups.copies > 1,
     )  # fmt: skip
+    of_experts = {ParamKey(name="*_bias"): {"wd_mult": 0.0}}  # matrices of biases, which do not decay either
     with compat.optimizer_world(groups.all):
         optimizer = get_megatron_optimizer(
-            optimizer_config, ddp, config_overrides=get_standard_config_overrides(optimizer_config),
+            optimizer_config, ddp, config_overrides=get_standard_config_overrides(optimizer_config) | of_experts,
             use_gloo_process_groups=False, pg_collection=groups.collection,
         )  # fmt: skip
     for each in optimizer.chained_optimizers:

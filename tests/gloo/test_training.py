@@ -119,8 +119,12 @@ def plain_training(directory: str, settings: OptimizerConfig) -> dict[str, Any]:
 def plain_steps(model: Any, settings: OptimizerConfig) -> dict[str, Any]:
     model.train()
     params = [param for param in model.parameters() if param.requires_grad]
-    decay = settings.weight_decay
-    groups = [{"params": [p for p in params if (p.dim() > 1) == d], "weight_decay": decay * d} for d in (True, False)]
+    decay, biases = settings.weight_decay, {param for name, param in model.named_parameters() if name.endswith("bias")}
+    decays = [param.dim() > 1 and param not in biases for param in params]
+    groups = [
+        {"params": [p for p, each in zip(params, decays, strict=True) if each == d], "weight_decay": decay * d}
+        for d in (True, False)
+    ]
     optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=tuple(settings.betas), eps=settings.eps)
     losses, norms = [], []
     for step, batch in enumerate(DATA):
@@ -232,6 +236,7 @@ def mixtures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     save_small(root / "mixtral", "mixtral", num_local_experts=8)
     save_small(root / "qwen3-moe", "qwen3_moe", num_local_experts=8)
     save_small(root / "qwen3-moe-scalar", "qwen3_moe", "scalar", num_local_experts=8)
+    save_small(root / "gpt-oss", "gpt_oss", num_local_experts=8, sliding_window=5, swiglu_limit=1.5)
     return {path.name: str(path) for path in root.iterdir()}
 
 
@@ -244,7 +249,9 @@ def test_steps_with_experts_divided_over_replicas_equal_plain_torch(mixtures: di
     answers = run_case(mixtures, case, tmp_path)
     for name, directory in mixtures.items():
         check(answers, name, reference(directory, SETTINGS.clip_grad), tmp_path, case.tp * case.dp, rel=3e-5)
-        size = sum(3 * 8 * 32 * (48 if name == "mixtral" else 24) for _ in range(4)) // (case.tp * case.pp * case.options["ep"])
+        width = 24 if name.startswith("qwen3") else 48
+        of_one = 3 * 32 * width + (2 * width + 32 if name == "gpt-oss" else 0)
+        size = 4 * 8 * of_one // (case.tp * case.pp * case.options["ep"])
         copies = case.dp // case.options["ep"]
         for answer in answers:
             assert answer[name]["experts"] == {"weights": size, "gradients": size, "moments": 2 * size // copies}
