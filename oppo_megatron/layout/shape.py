@@ -216,9 +216,9 @@ def _wrong(name: str, key: str, value: object, rule: str) -> str:
 
 
 def _check_rope(name: str, shape: Shape) -> list[str]:
-    rope = shape.get("rope_parameters") or shape.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping) or any(not isinstance(rope.get(each) or {}, Mapping) for each in LAYER_TYPES):
-        return [f"{name}: its RoPE parameters are {rope!r}, but must be a mapping; correct its config.json"]
+    for rope in (shape.get(key) or {} for key in ("rope_parameters", "rope_scaling")):
+        if not isinstance(rope, Mapping) or any(not isinstance(rope.get(each) or {}, Mapping) for each in LAYER_TYPES):
+            return [f"{name}: its RoPE parameters are {rope!r}, but must be a mapping; correct its config.json"]
     known = traits(shape).rope_kinds or tuple(families.ROPE_KINDS)
     for kind in (each["rope_type"] for each in families.ropes(shape)):
         if kind not in known:

@@ -78,6 +78,7 @@ MISFITS: list[tuple[dict[str, Any], str]] = [
     ({**OSS, "swiglu_limit": "7"}, "`swiglu_limit` of its config.json is '7', but must be a positive number"),
     ({**OSS, "sliding_window": 0}, "`sliding_window` of its config.json is 0"),
     ({"rope_scaling": "yarn"}, "RoPE parameters are 'yarn', but must be a mapping"),
+    ({"rope_scaling": "yarn", "rope_parameters": {"rope_type": "default"}}, "RoPE parameters are 'yarn'"),
     ({"rope_scaling": {"type": "dynamic"}}, "rope type 'dynamic' is not supported"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": "x"}}, "`factor` of its RoPE parameters"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": "x"}}, "`beta_fast` of its RoPE parameters is 'x'"),
