@@ -210,7 +210,7 @@ def placed(config: TrainConfig, placement: str, cores: int) -> TrainConfig:
         "placement": config.placement.model_copy(update=here),
         "runtime": config.runtime.with_threads(cores if single else 1),
     }
-    layout = {"tp": None, "pp": None, "dp": None, "vpp": 1, "sequence_parallel": False}
+    layout = {"tp": None, "pp": None, "dp": None, "vpp": 1, "cp": 1, "ep": 1, "sequence_parallel": False}
     for name in ("actor", "critic", "reward", "reference"):
         role = getattr(config, name)
         if role is None:

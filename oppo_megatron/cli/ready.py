@@ -121,8 +121,10 @@ def on_one_rank(config: TrainConfig | SupervisedConfig) -> str:
         for key, value in tree.items():
             if isinstance(value, Mapping):
                 yield from sizes(value, f"{path}{key}.")
-            elif key in ("tp", "pp", "dp", "vpp") and (value or 1) > 1:
+            elif key in ("tp", "pp", "dp", "vpp", "cp", "ep") and (value or 1) > 1:
                 yield f"{path}{key}=1"
+            elif key == "sequence_parallel" and value:
+                yield f"{path}{key}=false"
             elif key == "ranks" and isinstance(value, str):
                 yield f"{path}{key}=null"
 

@@ -44,7 +44,7 @@ SOON = ("greedy baseline, carried", "prompts fork")
 def pairs() -> list[Any]:
     found = []
     for name, feature in FEATURES.items():
-        for layout in LAYOUTS | (WIDE if name == "plain" else DIVIDED if name.startswith("experts") else {}):
+        for layout in LAYOUTS | (WIDE if name == "plain" else DIVIDED if name.startswith(("experts", "GPT-OSS")) else {}):
             found.append(pytest.param(name, layout, marks=[] if layout in feature.soon else [pytest.mark.long]))
     return found
 

@@ -63,6 +63,8 @@ MIXTURE = {"init": SHAPE | {"model_type": "mixtral", "num_local_experts": 8}}
 MIXTURES: dict[str, tuple[str, Settings]] = {
     "sft, experts": ("sft", MIXTURE), "rm, experts": ("rm", MIXTURE), "dpo, experts": ("dpo", MIXTURE),
     "sft, experts, adapters": ("sft", MIXTURE | {"lora": LORA | {"targets": ["q_proj", "v_proj", "o_proj"]}}),
+    "sft, GPT-OSS": (
+        "sft", {"init": MIXTURE["init"] | {"model_type": "gpt_oss", "num_experts_per_tok": 2, "sliding_window": 12}}),
 }  # fmt: skip
 DIVIDED = {
     "TP2": (2, 1, 1, 1, 1), "DP2, EP2": (1, 1, 2, 1, 2), "DP4, EP2": (1, 1, 4, 1, 2), "PP2 x DP2, EP2": (1, 2, 2, 1, 2),

@@ -98,6 +98,7 @@ def force(model: Any, given_TLK: Tensor) -> None:
 @pytest.mark.parametrize(("family", "tp", "pp", "sync_steps", "ep"), [
     ("qwen3_moe", 1, 1, 4, 1), ("qwen3_moe", 2, 2, 1, 1), ("qwen3_moe", 2, 1, 4, 2), ("gpt_oss", 1, 1, 4, 1),
     pytest.param("gpt_oss", 2, 2, 1, 1, marks=pytest.mark.long),
+    pytest.param("gpt_oss", 2, 1, 1, 2, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_training_takes_the_experts_of_decoding(tmp_path: Path, family: str, tp: int, pp: int, sync_steps: int, ep: int) -> None:
     """By other weights, which would choose others, as after an update."""

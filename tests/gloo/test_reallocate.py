@@ -205,13 +205,14 @@ def test_another_layout(models: dict[str, str], world: int, pair: Any, name: str
     check(run_ranks(world, f"{JOBS}move", directory=models[name], train=train, serve=serve))
 
 
-@pytest.mark.parametrize(("train", "serve", "ep"), [
-    ((2, 1), (1, 1), 2), pytest.param((1, 1), (2, 2), 4, marks=pytest.mark.long), ((1, 2), (1, 2), 2),
-    pytest.param((1, 1), (1, 1), 2, marks=pytest.mark.long),
+@pytest.mark.parametrize(("name", "train", "serve", "ep"), [
+    ("qwen3-moe", (2, 1), (1, 1), 2), pytest.param("qwen3-moe", (1, 1), (2, 2), 4, marks=pytest.mark.long),
+    ("qwen3-moe", (1, 2), (1, 2), 2), pytest.param("qwen3-moe", (1, 1), (1, 1), 2, marks=pytest.mark.long),
+    ("gpt-oss", (1, 1), (1, 1), 2),
 ], ids=str)  # fmt: skip
-def test_experts_that_replicas_divide(models: dict[str, str], tmp_path: Path, train: Any, serve: Any, ep: int) -> None:
+def test_experts_that_replicas_divide(models: dict[str, str], tmp_path: Path, name: str, train: Any, serve: Any, ep: int) -> None:
     """They move, and what is written of them is what was read, to the bit."""
-    job: dict[str, Any] = dict(directory=models["qwen3-moe"], target=str(tmp_path), train=train, serve=serve, ep=ep)
+    job: dict[str, Any] = dict(directory=models[name], target=str(tmp_path), train=train, serve=serve, ep=ep)
     assert check(run_ranks(4, f"{JOBS}moved_and_written", **job)) > 0
     read, written = (AutoModelForCausalLM.from_pretrained(x, dtype="auto").state_dict() for x in (job["directory"], tmp_path))
     assert read.keys() == written.keys() and all(torch.equal(read[name], written[name]) for name in read)

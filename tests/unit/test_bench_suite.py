@@ -201,7 +201,7 @@ def test_modes_set_every_switch_and_nothing_else() -> None:
 def test_other_placements_use_all_cores_and_drop_layouts_of_the_roles() -> None:
     base = config(
         actor={"init": {}, "parallel": {"tp": 2}, "train": {"pp": 2, "recompute": "full"}},
-        critic={"init": {}, "ranks": "2", "train": {"dp": 1}}, placement={"scorer": {"dp": 1}},
+        critic={"init": {}, "ranks": "2", "train": {"dp": 1, "cp": 2, "ep": 2}}, placement={"scorer": {"dp": 1}},
     )  # fmt: skip
     assert placed(base, "pair", 4) is base
     single, replicas = placed(base, "single", 4), placed(base, "replicas", 4)
@@ -211,6 +211,7 @@ def test_other_placements_use_all_cores_and_drop_layouts_of_the_roles() -> None:
     for changed in (single, replicas):
         assert changed.critic.ranks is None and changed.actor.parallel is None
         assert changed.actor.train.pp is None and changed.actor.train.recompute == "full"
+        assert changed.critic.train.cp == changed.critic.train.ep == 1
 
 
 def made(tmp_path: Path, name: str, lines: Sequence[dict[str, Any]], spans: Sequence[Span]) -> Run:

@@ -97,6 +97,18 @@ def test_more_ranks_than_devices(folder: Path, capsys: CaptureFixture[str], monk
     assert main(["validate", "sft.yaml", "runtime.device=auto"]) == 0
 
 
+@pytest.mark.parametrize("layout", [
+    ["placement.actor.dp=2", "actor.train.ep=2"], ["placement.actor.dp=2", "actor.train.cp=2"],
+    ["placement.actor.tp=2", "actor.train.sequence_parallel=true"],
+], ids=str)  # fmt: skip
+def test_the_remedy_of_one_device_fits_each_layout_of_an_update(folder: Path, layout: list[str]) -> None:
+    shape = ["model_type=mixtral", "num_local_experts=4", "num_key_value_heads=2"]
+    asked = ["placement.mode=colocated", *(f"actor.init.{each}" for each in shape), *layout]
+    remedy = on_one_rank(load_config(TrainConfig, folder / "train.yaml", asked)).split()
+    assert main(["validate", "train.yaml", *asked]) == main(["validate", "train.yaml", *asked, *remedy]) == 0
+    assert world_size(load_config(TrainConfig, folder / "train.yaml", [*asked, *remedy])) == 1
+
+
 def test_more_ranks_than_several_devices(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr("oppo_megatron.cli.measure.has_cuda", lambda: True)
     monkeypatch.setattr("oppo_megatron.cli.measure.cuda_devices", lambda: 2)

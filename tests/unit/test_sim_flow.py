@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
@@ -244,7 +245,7 @@ def test_what_the_roles_cover_becomes_a_valid_configuration(
     assert len(placement) == len(COVERED[preset])
     for each in placement.values():
         first, _, last = each["ranks"].partition("-")
-        assert int(last or first) - int(first) + 1 == each["tp"] * each["pp"] * each["dp"]
+        assert int(last or first) - int(first) + 1 == math.prod(each[size] for size in ("tp", "pp", "dp", "cp"))
     assert max(event["start_s"] + event["seconds"] for event in record["events"]) == pytest.approx(record["step_s"])
     assert max(rank for placed in role_placements(config).values() for rank in placed.ranks) <= 1
 

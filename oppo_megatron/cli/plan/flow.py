@@ -18,6 +18,7 @@ from oppo_megatron.config.load import dump_config, load_config
 from oppo_megatron.config.model import format_ranks
 from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.errors import ConfigError
+from oppo_megatron.layout.layouts import Sizes
 from oppo_megatron.preflight.validate import check_train
 from oppo_megatron.report.comparison import format_table
 from oppo_megatron.rundir.directory import write_json
@@ -32,7 +33,7 @@ from oppo_megatron.sim.search.planning import Task, find_plans, planned_config
 HELP = "search ranks and layouts for the calls of an algorithm that a file describes"
 OUT, SECONDS = Path("runs/flow"), 60
 REMEDY = "add nodes, or lower batch, tokens, run.runtime.micro_batch_tokens or run.runtime.kv_cache_mb"
-PLACED = ("ranks", "tp", "pp", "dp", "vpp", "recompute", "sequence_parallel")
+PLACED = ("ranks", *Sizes._fields, "recompute", "sequence_parallel")
 WIDTH = 40
 """Characters of a step in the timeline."""
 COLUMNS = {
