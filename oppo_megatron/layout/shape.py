@@ -92,7 +92,7 @@ def _faults_of_ep(sizes: Sizes, limits: Limits) -> Iterator[str]:
         return
     fitting = ", ".join(map(str, divisors(math.gcd(dp, limits.experts // tp or 1))))
     if limits.experts == 1:
-        yield f"ep is {ep}, but divides experts over replicas, and the model has none; set ep to 1"
+        yield f"ep is {ep}, but the model has no experts that replicas could divide; set ep to 1"
     elif cp > 1:
         yield f"ep is {ep} and cp {cp}, but replicas that divide experts do not share sequences; set one of them to 1"
     elif dp % ep:

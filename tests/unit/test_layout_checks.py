@@ -95,7 +95,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"placement.actor": {"dp": 2}, "actor.train.ep": 2},
-        "actor.train: ep is 2, but divides experts over replicas, and the model has none; set ep to 1; nearest that fit 2 ranks: "
+        "actor.train: ep is 2, but the model has no experts that replicas could divide; set ep to 1; nearest that fit 2 ranks: "
         "tp 1 x pp 1 x dp 2",
     ),
     ({"critic.train.sequence_parallel": True}, "critic.train.sequence_parallel is true, but it shards over tensor ranks"),
