@@ -104,14 +104,14 @@ class Model:
         """Elements of a layer that a backward pass needs, and those kept until then.
 
         Inputs and outputs of norms; rotated queries and keys, values, attention's output; gate, up and their product. Norms
-        of queries and keys also keep the product that values are a view of. Frozen products keep no inputs. Experts also keep a
-        copy of their input, and their product without the router's weight.
+        of queries and keys also keep the product that values are a view of. Frozen products keep no inputs. Experts also keep
+        their product without the router's weight and, unless frozen, a copy of their input.
         """
         shard, targets = self.shard(train), set(_ALL) if self.lora is None else set(self.lora.projections)
         attention = shard * bool(targets & _ATTENTION) + self.query * ("o_proj" in targets)
         outside = (len(traits(self.shape).norms) + bool(targets & _GATES)) * shard
         outside += 2 * self.ffn + self.ffn * ("down_proj" in targets)
-        outside += self.experts * self.hidden + (self.ffn if self.experts else 0)
+        outside += self.experts * self.hidden * (self.lora is None) + (self.ffn if self.experts else 0)
         if traits(self.shape).qk_norm:
             outside += self.query + 2 * self.key + (0 if num_kv_heads(self.shape) == self.tp else self.query)
         if self.lora is not None:

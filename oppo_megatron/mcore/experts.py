@@ -158,7 +158,7 @@ class _Ordered(torch.autograd.Function):
 class Exchange:
     """Passes rows of pairs, sorted by expert, to the replicas that hold the experts, and back.
 
-    `ends_E`: of the experts of `replicas` in turn; then `ends_E` and the passed rows are of this rank's experts.
+    The given `ends_E` are of the experts of all `replicas` in turn, the attribute and the passed rows of this rank's experts.
     """
 
     def __init__(self, ends_E: Tensor, replicas: dist.ProcessGroup):
@@ -187,9 +187,8 @@ def mix(
 ) -> Tensor:  # fmt: skip
     """Sum the outputs of experts `first` to `first + len(down) - 1`; `is_part`: other tensor ranks have the rest.
 
-    `replicas`: hold the next experts, as many each, and take part.
-
-    `waits`: let the host wait, so that pairs of others take neither memory nor time.  `biases`: of both products.
+    `waits`: let the host wait, so that pairs of others take neither memory nor time.  `replicas` hold the next experts, as many
+    each, and take part.  `biases`: of both products.
     """
     assert waits or replicas is None, "decoding does not wait for other replicas"
     (num_tokens, active), count = chosen_TK.shape, len(down) * (1 if replicas is None else replicas.size())
@@ -204,11 +203,10 @@ def mix(
     elif is_part and waits:
         place_N = place_N[: int(ends_E[-1])]
     share_N1 = weights_TK.to(x_TH.dtype).flatten().index_select(0, place_N).unsqueeze(1)
-    if exchange is None:
-        out_N = grouped_product(_Spread.apply(x_TH, place_N, active), gate_up, ends_E)  # by one name: freed soon
-    else:
-        share_N1, ends_E = exchange.there(share_N1), exchange.ends_E
-        out_N = grouped_product(exchange.there(_Spread.apply(x_TH, place_N, active)), gate_up, ends_E)
+    out_N = _Spread.apply(x_TH, place_N, active)  # by one name: freed soon
+    if exchange is not None:
+        out_N, share_N1, ends_E = exchange.there(out_N), exchange.there(share_N1), exchange.ends_E
+    out_N = grouped_product(out_N, gate_up, ends_E)
     if biases is not None:  # by products, whose gradients do not depend on the device's timing
         row_N, number_E = (torch.arange(size, dtype=torch.int32, device=x_TH.device) for size in (len(out_N), len(down)))
         own_NE = (torch.searchsorted(ends_E, row_N, right=True).unsqueeze(1) == number_E).to(out_N.dtype)

@@ -2,12 +2,14 @@
 
 import math
 import random
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -255,6 +257,19 @@ def test_steps_with_experts_divided_over_replicas_equal_plain_torch(mixtures: di
         copies = case.dp // case.options["ep"]
         for answer in answers:
             assert answer[name]["experts"] == {"weights": size, "gradients": size, "moments": 2 * size // copies}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", DIVIDED[1:4:2], ids=case_id)
+def test_a_replica_whose_experts_no_token_chooses_takes_part(mixtures: dict[str, str], case: Case, tmp_path: Path) -> None:
+    tensors = tensors_of(Path(mixtures["gpt-oss"]))
+    for name in (name for name in tensors if name.endswith("router.bias")):
+        tensors[name][:2] += 100  # the first replica's experts
+    shutil.copytree(mixtures["gpt-oss"], tmp_path / "gpt-oss")
+    save_file(tensors, tmp_path / "gpt-oss" / "model.safetensors", {"format": "pt"})
+    answers = run_case({"gpt-oss": str(tmp_path / "gpt-oss")}, case, tmp_path / "written")
+    expected = reference(str(tmp_path / "gpt-oss"), SETTINGS.clip_grad)
+    check(answers, "gpt-oss", expected, tmp_path / "written", case.tp * case.dp, rel=3e-5)
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,8 @@ CASES = {
     "sinks and biased experts": Case(1, {"actor.init": OSS, "critic.init": OSS}),
     "sinks and biased experts, tp 2, dense": on_two({"tp": 2}, **{
         "actor.init": OSS, "critic.init": OSS, "runtime.kv_layout": "dense", "actor.train": {"sequence_parallel": True}}),
+    "sinks and biased experts, dp 2, updated as ep 2": on_two({"dp": 2}, **{
+        "actor.init": OSS, "critic.init": OSS, "actor.train": {"ep": 2}, "critic.train": {"tp": 2, "dp": 1}}),
     "remax": Case(2, WITHOUT_CRITIC | {"algorithm": {"preset": "remax"}, "placement": {"mode": "disaggregated"}}),
     "pairs": Case(1, PAIRS), "pairs, dp 2": on_two({"dp": 2}, **PAIRS),
     "dpo": Case(1, {"dpo": {"loss": "sigmoid", "nll": 0.1}}, "dpo"), "sft, tp 2": Case(2, {"parallel": {"tp": 2}}, "sft"),

@@ -130,6 +130,8 @@ LAYOUTS = {
     "30B, experts, ep 4, recomputed": Layout(
         "30B, experts", dp=4, layers=2, rows=4, tokens=8192, train={"ep": 4, "recompute": "full"}),
     "30B, experts, tp 2 ep 2": Layout("30B, experts", 2, dp=2, layers=2, rows=4, train={"ep": 2} | PARALLEL),
+    "30B, experts, ep 2, adapters": Layout(
+        "30B, experts", dp=2, layers=2, rows=4, lora=LORA | {"targets": ["q_proj", "v_proj"]}, train={"ep": 2}),
     "20B, sinks, ep 2": Layout("20B, sinks", dp=2, layers=2, rows=4, tokens=4096, train={"ep": 2}),
     "8B, cp 4 of long sequences": Layout(
         "8B", 2, dp=4, layers=4, rows=1, response=8190, tokens=8192, carried=0,

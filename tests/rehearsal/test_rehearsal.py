@@ -29,6 +29,7 @@ LONG = (
     "pairs, dp 2",
     "soft caps, paged",
     "sinks and biased experts, tp 2, dense",
+    "sinks and biased experts, dp 2, updated as ep 2",
     "dp 2, updated as tp 2",
     "updated as pp 2, interleaved",
     "remax",

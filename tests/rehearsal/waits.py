@@ -65,7 +65,7 @@ EXPECTED: dict[Wait, tuple[int, str]] = {
     ("rest", "read", "mcore/training.py read_reports"): (1, ONCE_A_STEP),
     # a checkpoint: two shards a scored sequence, and of a sharded optimizer three tensors a weight
     ("checkpoint", "read", "train/saving/writing.py hold"): (2, "checkpoint"),
-    ("checkpoint", "read", "mcore/weights/checkpoint.py _state"): (63, "checkpoint"),
+    ("checkpoint", "read", "mcore/weights/checkpoint.py _state"): (87, "checkpoint"),
     ("rest", "synchronize", "mcore/weights/checkpoint.py write_data"): (1, ONCE_A_STEP),
     # training on preferences: held-out rows, and those by which KTO's reference point is measured before an update
     ("held out", "read", "train/supervised_tasks.py measure_rows"): (1, "held out"),
