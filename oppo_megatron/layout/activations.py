@@ -237,7 +237,8 @@ def _in_layers(model: Model, call: Call) -> float:
     adapted = set() if model.lora is None else set(model.lora.projections)
     gates = 6 if adapted & _GATES else 3  # gate and up, and what adapters add to them, and the sum; or silu's result
     own, down, joined = (model.hidden * (3 if name in adapted else 1) for name in ("", "down_proj", "o_proj"))
-    feed_forward = call.tokens * max(own + gates * model.ffn, down + 3 * model.ffn) * width
+    summed = 3 * model.hidden + model.ffn  # the output, the ranks' sum and the sum with the states
+    feed_forward = call.tokens * max(own + gates * model.ffn, down + 3 * model.ffn, summed) * width
     if (experts := experts_of(model.shape)) is not None:  # the host does not wait to leave out pairs of other ranks
         inputs, ffn = experts.active * model.hidden, model.ffn * model.tp
         clamped = 5 * ffn + model.hidden if experts.clamp else 0.0
@@ -253,8 +254,9 @@ def _attention_extras(model: Model, call: Call) -> tuple[float, float, float]:
     """Bytes kept across layers, made in each, and of a new token's repeated keys and values."""
     repeated = 2 * model.query * model.width if model.repeats_keys else 0.0
     composed = model.composed(call.tokens, call.context)
-    if call.draws:
-        return 0.0, call.tokens * repeated + composed, 0.0
+    if call.draws:  # a mask for all layers, if no kernel reads the cache
+        kept = 0.0 if model.on_cpu else float(call.tokens * call.context * model.width)
+        return kept, call.tokens * repeated + composed, 0.0
     numbers = call.tokens * model.repeat * call.context
     beyond = 0.0 if numbers <= MASK_NUMBERS else 1 - MASK_NUMBERS / numbers
     if model.on_cpu:  # a mask per sequence
@@ -275,4 +277,5 @@ def _of_logits(model: Model, call: Call) -> float:
     logits, rounded = call.rows * model.vocab, 0 if model.width == FP32 else model.width
     padded = model.vocab % DRAWN_BLOCK > 0
     copies = 1 + (call.temperature not in (0.0, 1.0)) + padded + (model.tp > 1)
-    return float(max(hidden + logits * (FP32 + rounded), logits * FP32 * (1 + copies)))
+    drawn = call.rows * model.hidden * model.width + logits * FP32 * (1 + copies)
+    return float(max(hidden + logits * (FP32 + rounded), drawn))

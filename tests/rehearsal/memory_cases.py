@@ -103,8 +103,8 @@ LORA = {"rank": 16}
 QUICK = {
     "1.5B, one rank": Layout("1.5B", layers=2, rows=2),
     "1.5B, 32k tokens": Layout("1.5B", layers=2, rows=8, tokens=32768, response=4094, carried=0, train={"recompute": "full"}),
-    "70B, first of 8 stages": Layout("70B", 8, 8, 2, layers=8, tokens=8192, response=4094, rows=4, train=PARALLEL),
-    "405B, first of 16 stages": Layout("405B", 8, 16, 2, layers=16, tokens=8192, response=4094, rows=2, train=FULL),
+    "70B, first of 8 stages": Layout("70B", 8, 8, 2, layers=16, tokens=8192, response=4094, rows=4, train=PARALLEL),
+    "405B, first of 16 stages": Layout("405B", 8, 16, 2, layers=32, tokens=8192, response=4094, rows=2, train=FULL),
     "8B critic, last of 4 stages": Layout("8B", 2, 4, 2, "critic", -1, layers=4, rows=2, train={"recompute": "selective"}),
     "8B reference, paged": Layout("8B", 4, 2, role="reference", stage=-1, layers=2, rows=16, kv="paged"),
     "1B critic, one key head": Layout("1B, one key head", role="critic", layers=2, rows=3, train={"recompute": "full"}),
