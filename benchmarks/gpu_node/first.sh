@@ -144,6 +144,7 @@ wanted trace && { SHOW=45 step trace 75 "$PY" "$KIT/trace.py" "$DEVICE" "$OUT" |
 wanted attend && { SHOW=20 step attend 60 "$PY" "$KIT/attend.py" "$DEVICE" "$OUT" || true; }
 if wanted more; then
   pytests tests-2 120 'test_ppo_in_one_process[bfloat16]' 'test_streams_side_by_side_change_nothing' 'test_memory_that_ran_out_can_be_used_again' \
+    'test_gradients_under_sinks_are_those_of_composed_attention[100]' \
     'test_captured_steps_draw_what_computed_steps_draw[float32-paged]' 'test_draws_never_leave_the_support' || true
 fi
 nvidia-smi --query-gpu=name,memory.used,clocks.sm,temperature.gpu --format=csv >> "$LOG" 2>&1 || true

@@ -25,7 +25,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.sampler import Sampling, draw
 from oppo_megatron.engine.scoring import ScoringWorker
 from oppo_megatron.layout.activations import MASK_NUMBERS
-from oppo_megatron.layout.placements import RolePlacement, named_roles, role_placements, training_placements
+from oppo_megatron.layout.placements import RolePlacement, named_roles, role_placements, training_placements, world_size
 from oppo_megatron.mcore import experts, roles, training
 from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
@@ -129,7 +129,7 @@ class Measurement:
         self.found: Measured = {}
         self.meter = Meter()
         device.install(self.meter)
-        size = 1 + max(self.placement.ranks)
+        size = world_size(config)
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         process_groups.world_timeout = lambda: timedelta(seconds=60)
         peers.stand(self.meter, rank, size)

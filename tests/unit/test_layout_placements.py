@@ -276,20 +276,22 @@ def test_calls_by_hand() -> None:
     assert cached_activations(model, Call(10, 0, 12)) == 10 * (2 * 64 + 64 + 3 * 64) * 4 + mask * 4, "kept beside all"
     narrow = Model({**SHAPE, "intermediate_size": 32}, 2, "float32")
     repeated = 48 + 32 + 8 + 3 * 32 + 2 * 32
-    assert cached_activations(narrow, Call(10, 0, 12)) == 10 * (2 * 64 + repeated) * 4, "new tokens, without a mask"
-    assert cached_activations(half, Call(10, 0, 12, draws=True)) == 10 * 2 * (2 * 64 + 64 + 3 * 64)
+    assert cached_activations(narrow, Call(10, 0, 4)) == 10 * (2 * 64 + repeated) * 4, "new tokens, without a mask"
+    summed = 3 * 64 + 16  # the output, the ranks' sum, the sum with the states; and the product's input
+    assert cached_activations(narrow, Call(10, 0, 12)) == 10 * (2 * 64 + summed) * 4 + mask * 4
+    assert cached_activations(half, Call(10, 0, 12, draws=True)) == 10 * 2 * (2 * 64 + 64 + 3 * 64 + 12), "and a mask"
     assert cached_activations(half, Call(10, 0, 12, gathered=10**4)) == (
         10 * (2 * 64 * 2 + 48 * 2 + (32 + 8 + 3 * 32) * 2) + mask * (2 + 3 / 4) + 2 * 10**4 * 8 * 2
     )
     long = cached_activations(half, Call(10**4, 0, 10**4)) - cached_activations(half, Call(10**4, 0, 10**5))
     assert long == 0 < MASK_NUMBERS, "a mask is bounded"
-    # hidden states of tokens and rows, a row's logits and two float32 copies; to draw, without these states
+    # hidden states of tokens and rows, a row's logits and two float32 copies; to draw, states of rows alone
     wide = Model({**SHAPE, "vocab_size": 96 * 64}, 2, "float32")
     hidden, logits = (1000 + 1000) * 64 * 4, 1000 * 48 * 64 * 4
     assert cached_activations(wide, Call(1000, 1000, 12)) == hidden + 3 * logits
-    assert cached_activations(wide, Call(1000, 1000, 12, draws=True)) == 3 * logits, "itself, odds, their sum"
+    assert cached_activations(wide, Call(1000, 1000, 12, draws=True)) == hidden / 2 + 3 * logits, "itself, odds, their sum"
     warm = Call(1000, 1000, 12, draws=True, temperature=0.7)
-    assert cached_activations(wide, warm) == 4 * logits, "and divided by the temperature"
+    assert cached_activations(wide, warm) == hidden / 2 + 4 * logits, "and divided by the temperature"
 
 
 def test_a_rank_takes_what_its_roles_hold_and_the_largest_of_what_they_compute_and_a_supervised_model_is_one_role() -> None:
