@@ -90,7 +90,7 @@ def _move(directory: str, groups: tuple[RoleGroups, RoleGroups], round_bytes: in
 
 
 def moved_and_written(directory: str, target: str, train: Layout, serve: Layout, ep: int) -> tuple[list[str], int]:
-    """Of experts that `ep` replicas divide, untrained."""
+    """The experts are untrained, and `ep` replicas divide them."""
     groups = two_layouts(train, serve, ep=ep)
     assert groups is not None
     export_weights(trainable(directory, groups[0], TrainingLayoutConfig(ep=ep)), Path(target))

@@ -340,7 +340,7 @@ def flash_backward(
 
 @pytest.fixture(scope="module")
 def flash_on_cpu() -> None:
-    """What torch registered for a device that has the kernels, autograd included."""
+    """Uses what torch registered for a device that has the kernels, autograd included."""
     varlen._varlen_attn.register_kernel("cpu")(flash_forward)
     varlen._varlen_attn_backward.register_kernel("cpu")(flash_backward)
 
