@@ -38,7 +38,7 @@ def continuous(workspace: Workspace, name: str, ahead: int, **changes: Any) -> d
     """`ahead`: batches."""
     settings = {
         "overlap.intra": True, "overlap.inter": True, "overlap.continuous": {"lag_steps": 5}, "steps": STEPS,
-        "overlap.max_staleness": max(1, ahead),
+        "overlap.max_staleness": max(1, ahead), "actor.optimizer": STEADY_ADAM,
     }  # fmt: skip
     if not ahead:
         settings["overlap.delta"] = FIXED
@@ -153,7 +153,7 @@ CRITIC_APART = {
 def test_a_critic_may_be_on_ranks_that_only_train(workspace: Workspace, name: str, rules: Any) -> None:
     """It values whole responses there, and is the critic of one process."""
     placement, train, critic = CRITIC_APART[name]
-    changes = {"overlap.continuous": rules, "overlap.chunk": 4}
+    changes = {"overlap.continuous": rules, "overlap.chunk": 4, "critic.optimizer": STEADY_ADAM}
     plain = run_ppo_ranks(continuous(workspace, f"valued-plain-{name}-{rules is None}", 2, **changes))
     apart = {"placement": placement, "actor.train": train, "critic.ranks": critic}
     config = continuous(workspace, f"valued-{name}-{rules is None}", 2, **changes, **apart)

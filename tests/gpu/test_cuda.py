@@ -220,7 +220,7 @@ def test_between_two_looks_nothing_waits_for_the_device(device: str) -> None:
     with decoding(device, "bfloat16", "dense", 16) as (model, rounds):
         assert rounds.decode is not None
         cache, run = rounds.decode.cache, rounds.decode.captured or run_eagerly
-        lane = DeviceLane(model, cache, run, sampling=Sampling(seed=3), eos_ids=(2,), sync_steps=16, name=0)
+        lane = DeviceLane(model, cache, run, sampling=Sampling(seed=3), eos_ids=(2,), sync_steps=16, name=1)
         for row in model_rows:
             cache.open(row.seq_id)
         lane.load(model_rows, 0, 48)
