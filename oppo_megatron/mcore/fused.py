@@ -56,7 +56,7 @@ class _FusedLayer:
         self.after_attention, self.after_mlp = (_norm(getattr(s, "norm", None)) for s in (layer.self_attn_bda, layer.mlp_bda))
         self.qkv = product(attention.linear_qkv.weight, _bias(attention.linear_qkv), packed=packed)
         self.head_norms: tuple[Norm, Norm] | None = None  # of queries and keys
-        if attention.q_layernorm is not None:
+        if hasattr(attention.q_layernorm, "weight"):
             self.head_norms = _norm(attention.q_layernorm), _norm(attention.k_layernorm)
         if (bias_H := _bias(attention.linear_proj)) is not None:  # after the sum over ranks
             self.after_attention = lambda x_TH: x_TH + bias_H

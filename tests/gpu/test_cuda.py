@@ -21,7 +21,7 @@ from oppo_megatron.engine.round_state import Growing
 from oppo_megatron.engine.sampler import Sampling, draw
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.integrations.huggingface import write_random_checkpoint
-from oppo_megatron.mcore.attention import PackedPlan
+from oppo_megatron.mcore.attention import PackedPlan, Reading
 from oppo_megatron.mcore.device import WARM_UPS, CapturedSteps, run_eagerly
 from oppo_megatron.mcore.groups import build_groups
 from oppo_megatron.mcore.kv.paged import PagedKVCache, find_kernel
@@ -247,9 +247,10 @@ def test_paged_attention_by_this_machines_kernel_equals_gathered_attention(devic
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=place, dtype=dtype)
 
+    angles = torch.randn(700, 64, generator=generator, device=place)
     sizes: dict[str, Any] = {
         "num_layers": 1, "num_kv_heads": 2, "head_dim": 64, "num_slots": 3, "max_length": 700, "dtype": dtype,
-        "rope": (torch.ones(700, 64, device=place), torch.zeros(700, 64, device=place)), "device": place,
+        "rope": (angles.cos(), angles.sin()), "device": place,
     }  # fmt: skip
     caches, sinks = (PagedKVCache(**sizes), PagedKVCache(**sizes, kernel=kernel)), torch.linspace(-2, 4, 8, device=place)
     for cache in caches:
@@ -261,7 +262,8 @@ def test_paged_attention_by_this_machines_kernel_equals_gathered_attention(devic
         for cache in caches:
             plan = cache.begin(range(3), lens)
             outputs += [plan.attend(0, q, k, v, 64**-0.5, window).float() for window in (None, 1, 100)]
-            outputs += [plan.attend(0, q, k, v, 64**-0.5, window, sinks=sinks).float() for window in (None, 100)]
+            qkv = torch.cat([q.view(-1, 2, 4, 64), k.unsqueeze(2), v.unsqueeze(2)], 2)  # rotated by the kernel, too
+            outputs += [plan.attend_grouped(0, qkv, Reading(64**-0.5, window, sinks=sinks)).float() for window in (None, 100)]
             cache.commit(plan)
         for gathered, by_kernel in zip(outputs[:5], outputs[5:], strict=True):
             assert float((gathered - by_kernel).abs().max()) < 0.02

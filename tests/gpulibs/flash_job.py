@@ -84,7 +84,7 @@ def outputs() -> dict[str, Any]:
         "num_layers": 1, "num_kv_heads": 2, "head_dim": 64, "num_slots": 3, "max_length": 700, "dtype": dtype,
         "rope": (torch.ones(700, 64), torch.zeros(700, 64)), "device": torch.device("cpu"),
     }  # fmt: skip
-    caches = PagedKVCache(**sizes), PagedKVCache(**sizes, kernel=paged.flash_attn)
+    caches = PagedKVCache(**sizes), PagedKVCache(**sizes, kernel=paged.PagedKernel(paged.flash_attn))
     found: list[list[Tensor]] = [[], []]
     calls: list[str] = []
     names, sinks = ("flash_attn_varlen_func", "flash_attn_with_kvcache"), torch.linspace(-2, 4, 8, dtype=dtype)

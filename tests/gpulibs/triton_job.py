@@ -13,6 +13,7 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from oppo_megatron.mcore import attention  # noqa: E402
 from oppo_megatron.mcore.kv import paged, triton_kernel  # noqa: E402
 from oppo_megatron.mcore.kv.cached_plan import PagedCall  # noqa: E402
 
@@ -65,25 +66,49 @@ def difference(draws: random.Random) -> tuple[str, float]:
     return str(dtype), float((found.double() - reference(q, k, v, call, dim**-0.5, window, cap, sinks)).abs().max())
 
 
+def turn_difference(draws: random.Random) -> tuple[str, float]:
+    """Queries and whole pools of the kernel that rotates and caches, against `apply_rope` and indexing."""
+    groups, repeat, dim, tokens = draws.choice([1, 2]), draws.choice([1, 3, 7]), draws.choice([8, 24, 64]), draws.randint(1, 9)
+    turned, block, dtype = draws.choice([dim, dim // 2]), draws.choice([5, 16]), draws.choice([torch.float32, torch.float16])
+    generator = torch.Generator().manual_seed(draws.randrange(2**31))
+    qkv = torch.randn(tokens, groups, repeat + 2, dim, generator=generator).to(dtype)
+    cos, sin = torch.randn(2, tokens, 1, turned, generator=generator)
+    pools = torch.randn(2, 4, block, groups, dim, generator=generator).to(dtype)
+    places = torch.tensor(draws.sample(range(4 * block), tokens))
+    expected, at = pools.clone(), (places // block, places % block)
+    qk = attention.apply_rope(qkv[:, :, :-1], cos.unsqueeze(1), sin.unsqueeze(1)).to(dtype)
+    expected[0][at], expected[1][at] = qk[:, :, -1], qkv[:, :, -1]
+    found = triton_kernel.triton_turn(qkv, cos, sin, *at, *pools)
+    assert found.dtype == dtype and torch.equal(pools[1], expected[1])
+    far = (found - qk[:, :, :-1].flatten(1, 2)).abs().max(), (pools[0] - expected[0]).abs().max()
+    return str(dtype), float(max(far))
+
+
 def compiled() -> dict[str, Any]:
     """Bytes of machine code and of shared memory for GPUs."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    def built(kernel: Any, capability: int, pointers: dict[str, str], values: dict[str, Any]) -> tuple[int, int]:
+        signature = pointers | dict.fromkeys(values, "constexpr")
+        ordered = {name: signature[name] for name in kernel.arg_names}
+        source = ASTSource(kernel, ordered, {(kernel.arg_names.index(name),): value for name, value in values.items()})
+        code = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_stages": 2})
+        return len(code.asm["cubin"]), code.metadata.shared
+
     found: dict[str, Any] = {}
     numbers = dict.fromkeys(("tables", "starts", "lengths"), "*i32") | dict.fromkeys(("scale", "cap"), "fp32")
     numbers |= dict.fromkeys(("width", "window"), "i32")
     numbers |= dict.fromkeys(("q", "k", "v", "sinks", "out"), "*bf16") | dict.fromkeys(("sums", "peaks"), "*fp32")
-    kernel = triton_kernel.attend_tile
+    turning = dict.fromkeys(("blocks", "offsets"), "*i64") | dict.fromkeys(("cos", "sin"), "*fp32")
+    turning |= dict.fromkeys(("qkv", "q", "k", "v"), "*bf16")
     for capability, dim, step, many in ((80, 256, 32, True), (90, 64, 64, False), (90, 128, 64, True)):
         sizes = 2, 7, dim, 256, 64 if many else 16, dim, step, 1 if many else 4
         values: dict[str, Any] = {"MANY": many, "BOUND": many, "CAP": not many} | dict(zip("GRDKAEJF", sizes, strict=True))
         values |= {"sinks": None} if many else {}
-        signature = numbers | dict.fromkeys(values, "constexpr")
-        ordered = {name: signature[name] for name in kernel.arg_names}
-        source = ASTSource(kernel, ordered, {(kernel.arg_names.index(name),): value for name, value in values.items()})
-        built = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_stages": 2})
-        found[f"sm_{capability}, dimension {dim}"] = len(built.asm["cubin"]), built.metadata.shared
+        found[f"sm_{capability}, dimension {dim}"] = built(triton_kernel.attend_tile, capability, numbers, values)
+        values = {"G": 2, "X": 9, "D": dim, "TURNED": dim, "K": 256, "A": 16, "E": dim}
+        found[f"sm_{capability}, dimension {dim}, turned"] = built(triton_kernel.turn_tile, capability, turning, values)
     return found
 
 
@@ -96,4 +121,5 @@ def refused() -> tuple[Any, list[str]]:
 
 if __name__ == "__main__":
     draws = random.Random(1)
-    torch.save([difference(draws) for _ in range(TABLES)] if INTERPRETED else (compiled(), refused()), sys.argv[2])
+    kinds = (difference, turn_difference) if INTERPRETED else ()
+    torch.save([[of(draws) for _ in range(TABLES)] for of in kinds] or (compiled(), refused()), sys.argv[2])

@@ -151,6 +151,16 @@ def by_table(
     return out
 
 
+def turned(watch: Watch, qkv: Tensor, cos: Tensor, sin: Tensor, blocks: Tensor, offsets: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The Triton kernel that rotates queries and keys and writes keys and values to paged caches."""
+    assert qkv.dtype == k.dtype and cos.dtype == torch.float32 and blocks.dtype == offsets.dtype == torch.int64
+    assert len(cos) == len(sin) == len(blocks) == len(offsets) == len(qkv), (cos.shape, blocks.shape, qkv.shape)
+    out = qkv.new_empty(len(qkv), qkv.shape[1] * (qkv.shape[2] - 2), qkv.shape[3])
+    watch.uses([qkv.contiguous(), cos, sin, blocks, offsets, k, v], [out])
+    watch.learn(out, None)
+    return out
+
+
 class FusedNorm(torch.autograd.Function):
     """Outputs that torch's kernel of rms_norm keeps on a GPU; a CPU build would compose it."""
 

@@ -116,7 +116,8 @@ def rehearse(
     try:
         _name_phases(watch)
         _name_messages(peers)
-        paged.usable, paged.by_triton = lambda library: library == TRITON, lambda _: functools.partial(device.by_table, watch)
+        kernel = paged.PagedKernel(functools.partial(device.by_table, watch), functools.partial(device.turned, watch))
+        paged.usable, paged.by_triton = lambda library: library == TRITON, lambda _: kernel
         if plant is not None:
             plant()
         with watch:

@@ -17,7 +17,7 @@ from oppo_megatron.errors import CapacityError, CheckpointError
 from oppo_megatron.layout.memory import BLOCK_TOKENS, slot_tokens
 from oppo_megatron.mcore.kv import cached_plan
 from oppo_megatron.mcore.kv.cached_plan import CallPlan, PagedCall
-from oppo_megatron.mcore.kv.paged import PagedKVCache
+from oppo_megatron.mcore.kv.paged import PagedKernel, PagedKVCache
 from oppo_megatron.mcore.kv.sequence_cache import KVCache, SequenceCache
 
 HEADS, GROUPS, DIM, LENGTH, LAYERS = 4, 2, 4, 12, 2
@@ -60,7 +60,7 @@ def by_tables(
 
 
 CACHES: dict[str, Callable[[int], SequenceCache]] = {
-    "dense": new_cache, "paged": new_paged, "paged, by a kernel": lambda num_slots: new_paged(num_slots, kernel=by_tables),
+    "dense": new_cache, "paged": new_paged, "paged, by a kernel": lambda num_slots: new_paged(num_slots, kernel=PagedKernel(by_tables)),
 }  # fmt: skip
 
 

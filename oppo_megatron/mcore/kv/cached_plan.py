@@ -186,6 +186,9 @@ class Places(Protocol):
     def attend(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, reading: Reading) -> Tensor | None:
         """Cache k and v and attend -> [T, N * D]; None without a kernel."""
 
+    def turn_and_attend(self, layer: int, qkv_TGXD: Tensor, turns_T1D: Sequence[Tensor], reading: Reading) -> Tensor | None:
+        """The same from what is not rotated."""
+
     def extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """Cache k and v; return all cached ones, each [S, G, longest, D]."""
 
@@ -218,7 +221,11 @@ class CachedPlan(ABC):
         return self._attention(layer, q_TGRD, k_TGD, v_TGD, Reading(scale, window, cap, sinks=sinks))
 
     def attend_grouped(self, layer: int, qkv_TGXD: Tensor, reading: Reading) -> Tensor:
-        cos, sin = (turn.unsqueeze(1) for turn in self._turns_T1D[2 * reading.table :][:2])
+        turns_T1D = self._turns_T1D[2 * reading.table :][:2]
+        found = self.places.turn_and_attend(layer, qkv_TGXD, turns_T1D, reading)
+        if found is not None:
+            return found
+        cos, sin = (turn.unsqueeze(1) for turn in turns_T1D)
         qk_TGXD = apply_rope(qkv_TGXD[:, :, :-1], cos, sin).to(qkv_TGXD.dtype)
         return self._attention(layer, qk_TGXD[:, :, :-1], qk_TGXD[:, :, -1], qkv_TGXD[:, :, -1], reading)
 

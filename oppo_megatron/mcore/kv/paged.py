@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from textwrap import shorten
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,8 +22,16 @@ from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.kv.cached_plan import CallPlan, PagedCall, StepPlan, StepRows
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 
-PagedKernel = Callable[[Tensor, Tensor, Tensor, PagedCall, float, int | None, float | None, Tensor | None], Tensor]
-"""(queries [T, N, D], key and value pool [P, K, G, D], call, scale, window, soft cap, sinks) -> [T, N, D], causal."""
+
+class PagedKernel(NamedTuple):
+    """`attend`: (queries [T, N, D], key and value pool [P, K, G, D], call, scale, window, soft cap, sinks) -> [T, N, D], causal.
+
+    `turn`: (queries, keys and values [T, G, X, D], RoPE's cos and sin [T, 1, D], blocks [T], offsets in them [T], pools)
+    rotates, writes keys and values to the pools, and returns queries [T, N, D].
+    """
+
+    attend: Callable[[Tensor, Tensor, Tensor, PagedCall, float, int | None, float | None, Tensor | None], Tensor]
+    turn: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
 
 
 def find_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel | None:
@@ -31,24 +39,24 @@ def find_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel | None:
         return None
     if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return None
-    if usable(FLASH):
-        return flash_attn
-    return by_triton(device) if usable(TRITON) else None
+    triton = by_triton(device) if usable(TRITON) else None
+    return PagedKernel(flash_attn, triton and triton.turn) if usable(FLASH) else triton
 
 
 @cache
 def by_triton(device: torch.device) -> PagedKernel | None:
     """Return the kernel if a trial call works: Triton also needs a C compiler and Python's headers."""
-    from oppo_megatron.mcore.kv.triton_kernel import triton_attention
+    from oppo_megatron.mcore.kv.triton_kernel import triton_attention, triton_turn
 
     one_1, pool = torch.ones(1, dtype=torch.int32, device=device), torch.zeros(1, 16, 1, 16, dtype=torch.bfloat16, device=device)
     try:
         triton_attention(pool[0, :1], pool, pool, PagedCall(one_1[:, None] - 1, one_1, one_1, 1, 1), 1.0)
     except Exception as error:
         told = shorten(str(error), 200, placeholder=" ...")
-        warnings.warn(f"triton cannot build a kernel ({type(error).__name__}: {told}); KV caches are dense", stacklevel=2)
+        failure = f"triton cannot build a kernel ({type(error).__name__}: {told})"
+        warnings.warn(f"{failure}; without flash-attn KV caches are dense", stacklevel=2)
         return None
-    return triton_attention
+    return PagedKernel(triton_attention, triton_turn)
 
 
 def flash_attn(
@@ -178,8 +186,19 @@ class _PagedPlaces:
     def attend(self, layer: int, q_TGRD: Tensor, k_TGD: Tensor, v_TGD: Tensor, reading: Reading) -> Tensor | None:
         if self._cache.kernel is None:
             return None
-        pools, (scale, window, cap, _, sinks) = self._write(layer, k_TGD, v_TGD), reading
-        return self._cache.kernel(q_TGRD.flatten(1, 2), *pools, self._call, scale, window, cap, sinks).flatten(1)
+        return self._kernels(q_TGRD.flatten(1, 2), self._write(layer, k_TGD, v_TGD), reading)
+
+    def turn_and_attend(self, layer: int, qkv_TGXD: Tensor, turns_T1D: Sequence[Tensor], reading: Reading) -> Tensor | None:
+        if self._cache.kernel is None or self._cache.kernel.turn is None:
+            return None
+        pools, (cos_T1D, sin_T1D) = (self._cache.k[layer], self._cache.v[layer]), turns_T1D
+        q_TND = self._cache.kernel.turn(qkv_TGXD, cos_T1D, sin_T1D, self._block_T, self._offset_T, *pools)
+        return self._kernels(q_TND, pools, reading)
+
+    def _kernels(self, q_TND: Tensor, pools: tuple[Tensor, Tensor], reading: Reading) -> Tensor:
+        assert self._cache.kernel is not None
+        scale, window, cap, _, sinks = reading
+        return self._cache.kernel.attend(q_TND, *pools, self._call, scale, window, cap, sinks).flatten(1)
 
     def extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         table_SW = self._call.table_SW[:, : -(-longest // self._cache.block_tokens)]

@@ -239,6 +239,8 @@ class DensePlaces:
     def attend(self, *_: Any) -> None:
         return None
 
+    turn_and_attend = attend
+
     def extend(self, layer: int, k_TGD: Tensor, v_TGD: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         views = []
         for store, new_TGD in ((self._cache.k[layer], k_TGD), (self._cache.v[layer], v_TGD)):

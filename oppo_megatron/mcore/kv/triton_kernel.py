@@ -1,6 +1,7 @@
 """Attention by block table in Triton, for decode and prefill; the positions of a few long sequences are split among programs.
 
 A program computes A rows (tokens of a sequence times R heads of a group) over one of F splits, J positions at a time.
+Before it, one kernel rotates queries and keys, and writes keys and values to their blocks.
 """
 
 from __future__ import annotations
@@ -87,6 +88,40 @@ def _join(sums, peaks, out, D: tl.constexpr, E: tl.constexpr, F: tl.constexpr):
     parts = tl.load(sums + (row * F + f)[:, None] * D + d[None, :], mask=there, other=0.0)
     whole = tl.sum(parts * weight[:, None], 0) / tl.sum(mass * weight, 0)
     tl.store(out + row * D + d, whole.to(out.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def turn_tile(
+    qkv, cos, sin, blocks, offsets, q, k, v, G: tl.constexpr, X: tl.constexpr, D: tl.constexpr, TURNED: tl.constexpr,
+    K: tl.constexpr, A: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """A, E: X and D rounded up to powers of two; the tables turn the first TURNED numbers of a head."""
+    t, g = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    x, d = tl.arange(0, A)[:, None], tl.arange(0, E)[None, :]
+    half: tl.constexpr = TURNED // 2
+    turned, partner = d < TURNED, tl.where(d < half, d + half, d - half)
+    own, there = qkv + (t * G + g) * X * D + x * D, (x < X) & (d < D)
+    here = tl.load(own + d, mask=there, other=0.0)
+    beside = tl.load(own + partner, mask=there & turned, other=0.0).to(tl.float32)
+    c, s = tl.load(cos + t * TURNED + d, mask=turned, other=1.0), tl.load(sin + t * TURNED + d, mask=turned, other=0.0)
+    found = (here.to(tl.float32) * c + beside * s).to(here.dtype)
+    place = ((tl.load(blocks + t) * K + tl.load(offsets + t)) * G + g) * D + d
+    tl.store(q + (t * G + g) * (X - 2) * D + x * D + d, found, mask=there & (x < X - 2))
+    tl.store(k + place + 0 * x, found, mask=there & (x == X - 2))
+    tl.store(v + place + 0 * x, here, mask=there & (x == X - 1))
+
+
+def triton_turn(
+    qkv_TGXD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, block_T: Tensor, offset_T: Tensor, k_PKGD: Tensor, v_PKGD: Tensor
+) -> Tensor:
+    """Rotate (`apply_rope`), and write keys and values; return the queries [T, N, D]."""
+    tokens, groups, heads, dim = qkv_TGXD.shape
+    q_TND = torch.empty(tokens, groups * (heads - 2), dim, dtype=qkv_TGXD.dtype, device=qkv_TGXD.device)
+    turn_tile[(tokens, groups)](
+        qkv_TGXD.contiguous(), cos_T1D, sin_T1D, block_T, offset_T, q_TND, k_PKGD, v_PKGD, groups, heads, dim,
+        cos_T1D.shape[-1], k_PKGD.shape[1], triton.next_power_of_2(heads), triton.next_power_of_2(dim),
+    )  # fmt: skip
+    return q_TND
 
 
 def triton_attention(
