@@ -184,7 +184,7 @@ def measure_overlap(bench: Bench) -> None:
         scoring[name] = ScoringWorker(name, model, model.new_cache(work.batch, layout="auto"), temperature=1.0)
     books = {name: ScoringBook(name, 1, work.batch) for name in scoring}
     book = ActorBook(1, work.batch, stopping.limit)
-    planner = RoundPlanner(site, "intra", ("auto", "auto"), work.micro_batch_tokens, bench.max_length, book, books)
+    planner = RoundPlanner(site, "woven", ("auto", "auto"), work.micro_batch_tokens, bench.max_length, book, books)
     workers: dict[str, RoleWorker] = {"actor": decode, **scoring}
     executor = Executor(0, workers, Links({}), RuntimeConfig().timeout_s, bench.device, lambda *_: None)
     rounds = RoundRunner(planner, executor, dict.fromkeys(workers, 0), decode, None, scoring)

@@ -60,7 +60,7 @@ def by_tables(
 
 
 CACHES: dict[str, Callable[[int], SequenceCache]] = {
-    "dense": new_cache, "paged": new_paged, "paged, by a kernel": lambda num_slots: new_paged(num_slots, kernel=PagedKernel(by_tables)),
+    "dense": new_cache, "paged": new_paged, "paged, by a kernel": lambda slots: new_paged(slots, kernel=PagedKernel(by_tables)),
 }  # fmt: skip
 
 

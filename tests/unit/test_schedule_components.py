@@ -156,8 +156,8 @@ def test_a_plan_of_all_ranks_puts_into_another_order_what_each_rank_does() -> No
 
 
 def test_where_intra_does_not_come_through_either_a_run_goes_on() -> None:
-    critic, reward = RolePlacement((0, 1, 2, 3, 4, 5), 2, 3), RolePlacement((0, 2, 4), 1, 3)
-    site = Site({"actor": RolePlacement((4,)), "critic": critic, "reward": reward, "reference": RolePlacement((4, 5), 1, 2)})
+    stages = {"actor": (1, 5), "critic": (3, 0, 2), "reward": (0, 4, 5), "reference": (4, 5)}
+    site = Site({role: RolePlacement(ranks, pp=len(ranks)) for role, ranks in stages.items()})
 
     def visit(plans: list[PlannedRound]) -> None:
         whole, *own = (plan.schedule for plan in plans)
