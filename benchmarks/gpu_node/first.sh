@@ -140,7 +140,7 @@ if wanted bench; then
     SHOW=4 step bench 60 bash -c '"$0" -m oppo_megatron bench gpu --out "$1"; test $? = 2' "$PY" "$WORK/bench" || true
   fi
 fi
-wanted trace && { SHOW=45 step trace 75 "$PY" "$KIT/trace.py" "$DEVICE" "$OUT" || true; }
+wanted trace && { SHOW=60 step trace 100 "$PY" "$KIT/trace.py" "$DEVICE" "$OUT" || true; }
 wanted attend && { SHOW=20 step attend 60 "$PY" "$KIT/attend.py" "$DEVICE" "$OUT" || true; }
 if wanted more; then
   pytests tests-2 120 'test_ppo_in_one_process[bfloat16]' 'test_streams_side_by_side_change_nothing' 'test_memory_that_ran_out_can_be_used_again' \

@@ -1,4 +1,4 @@
-"""Decode steps and one update of a 0.5B actor under torch's profiler: `trace.py DEVICE OUT`.
+"""Decode steps, a chunk that is decoded while another is scored, and one update at 0.5B, profiled: `trace.py DEVICE OUT`.
 
 Writes OUT/figures.json (what took how long, and how busy the device was) and OUT/traces.tar.gz (chrome traces) as soon as each
 part is done.  On a CPU with a tiny shape: a dry run.
@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from oppo_megatron.bench.decode import decode_round
 from oppo_megatron.bench.gpu import SIZES, GpuWork
-from oppo_megatron.bench.gpu_parts import Bench, new_rounds
+from oppo_megatron.bench.gpu_parts import Bench, new_rounds, overlapping
 from oppo_megatron.cluster.world import choose_device, open_world
 from oppo_megatron.config.model import LearningModelConfig, OptimizerConfig, RuntimeConfig
 from oppo_megatron.engine.stopping import Stopping
@@ -39,7 +39,9 @@ TINY = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "in
 SHAPE = SIZES["0.5B"] if ON_GPU else {**SIZES["0.5B"], **TINY}
 WORK = (
     GpuWork(batch=64, prompt_tokens=256, response_tokens=1024) if ON_GPU
-    else GpuWork(batch=4, prompt_tokens=6, response_tokens=96, dtype="float32", device="cpu", micro_batch_tokens=64)
+    else GpuWork(
+        batch=4, prompt_tokens=6, response_tokens=96, dtype="float32", device="cpu", micro_batch_tokens=64, chunk_tokens=8
+    )
 )  # fmt: skip
 PEAK = 989e12
 CALLS = (
@@ -116,6 +118,13 @@ def decode(bench: Bench) -> None:
     print({k: v for k, v in found.items() if k != "profile"})
 
 
+def overlap(bench: Bench) -> None:
+    rounds, rollouts, chunk = overlapping(bench), bench.rollouts(), bench.work.chunk_tokens
+    for score in ([], rollouts, rollouts):
+        decode_round(rounds, rollouts, chunk, score)
+    write(overlap={"profile": profiled("overlap", lambda: decode_round(rounds, rollouts, chunk, rollouts))})
+
+
 def update(bench: Bench) -> None:
     work = bench.work
     config = LearningModelConfig(checkpoint=bench.checkpoint, dtype=work.dtype)
@@ -155,10 +164,10 @@ def main() -> int:
         checkpoint = FOLDER / "checkpoint"
         write_random_checkpoint(SHAPE, checkpoint, DTYPES[WORK.dtype], world.device)
         bench = Bench(WORK, SHAPE, checkpoint, FOLDER / "rows.jsonl", groups, world.device)
-        for name, part in (("decode", decode), ("update", update)):
+        for name, part in (("decode", decode), ("overlap", overlap), ("update", update)):
             try:
                 part(bench)
-            except Exception as error:  # the other part is still to come
+            except Exception as error:  # other parts are still to come
                 import traceback
 
                 traceback.print_exc()

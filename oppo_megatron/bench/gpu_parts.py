@@ -172,6 +172,11 @@ def _long_tail(bench: Bench, model: RoleModel, bandwidth: float) -> dict[str, An
 
 
 def measure_overlap(bench: Bench) -> None:
+    bench.write({"variant": "second stream", **_hidden(bench, overlapping(bench))})
+
+
+def overlapping(bench: Bench) -> RoundRunner:
+    """Return rounds of an actor and three scorers on one device."""
     work, placement = bench.work, RolePlacement((0,))
     site = Site({name: placement for name in ("actor", *SCORERS)})
     stopping = Stopping((), work.response_tokens)
@@ -187,8 +192,7 @@ def measure_overlap(bench: Bench) -> None:
     planner = RoundPlanner(site, "woven", ("auto", "auto"), work.micro_batch_tokens, bench.max_length, book, books)
     workers: dict[str, RoleWorker] = {"actor": decode, **scoring}
     executor = Executor(0, workers, Links({}), RuntimeConfig().timeout_s, bench.device, lambda *_: None)
-    rounds = RoundRunner(planner, executor, dict.fromkeys(workers, 0), decode, None, scoring)
-    bench.write({"variant": "second stream", **_hidden(bench, rounds)})
+    return RoundRunner(planner, executor, dict.fromkeys(workers, 0), decode, None, scoring)
 
 
 def _hidden(bench: Bench, rounds: RoundRunner) -> dict[str, Any]:
