@@ -237,7 +237,7 @@ def _in_layers(model: Model, call: Call) -> float:
     adapted = set() if model.lora is None else set(model.lora.projections)
     gates = 6 if adapted & _GATES else 3  # gate and up, and what adapters add to them, and the sum; or silu's result
     own, down, joined = (model.hidden * (3 if name in adapted else 1) for name in ("", "down_proj", "o_proj"))
-    summed = 3 * model.hidden + model.ffn  # the output, the ranks' sum and the sum with the states
+    summed = 2 * model.hidden  # the output, and its sum with the states
     feed_forward = call.tokens * max(own + gates * model.ffn, down + 3 * model.ffn, summed) * width
     if (experts := experts_of(model.shape)) is not None:  # the host does not wait to leave out pairs of other ranks
         inputs, ffn = experts.active * model.hidden, model.ffn * model.tp
@@ -246,7 +246,7 @@ def _in_layers(model: Model, call: Call) -> float:
     leaving = call.tokens * (product + model.query + joined) * width
     if traits(model.shape).qk_norm:  # product, normed queries and keys, and all concatenated
         leaving = max(leaving, call.tokens * (2 * product + model.query + model.key) * width)
-    held = 1 + ("input_layernorm" in traits(model.shape).norms)  # states, and those normed for attention
+    held = 2  # states that enter the stage, and a layer
     return float(call.tokens * held * model.hidden * width + max(kept + max(attention, leaving, feed_forward), fresh))
 
 

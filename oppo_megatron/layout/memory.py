@@ -136,8 +136,8 @@ def table_bytes(shape: Shape, context: int) -> int:
 
 
 def gather_bytes(shape: Shape, dtype: str, train: TrainingLayoutConfig, tp: int, tokens: int) -> int:
-    """megatron-core's persistent buffer for gathered activations (unused with frozen weights, or if all products have biases)."""
-    gathers = train.sequence_parallel and tp > 1 and not traits(shape).biased
+    """megatron-core's persistent buffer for gathered activations (unused with frozen weights)."""
+    gathers = train.sequence_parallel and tp > 1
     return tokens * int(shape["hidden_size"]) * DTYPE_BYTES[dtype] if gathers else 0
 
 

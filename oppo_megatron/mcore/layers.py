@@ -16,7 +16,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import checkpoint, copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    checkpoint,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.identity_op import IdentityOp
@@ -345,7 +350,27 @@ class BiasedLinear(ColumnParallelLinear):
         if bias is None:
             return super()._forward_impl(input, weight, *args, **kwargs)
         if kwargs["sequence_parallel"]:
+            if weight.requires_grad:
+                return _GatheredProduct.apply(input, weight, bias, group)
             input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=group)
         elif kwargs["allreduce_dgrad"]:
             input = copy_to_tensor_model_parallel_region(input, group=group)
         return F.linear(input, weight, bias)
+
+
+class _GatheredProduct(torch.autograd.Function):
+    """Keeps a tensor rank's part of the input [T, 1, H] and gathers it again backward, as megatron-core's product does."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, weight: Tensor, bias: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(part, weight)
+        ctx.group = group
+        return F.linear(gather_from_sequence_parallel_region(part, group=group, use_global_buffer=True), weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        part, weight = ctx.saved_tensors
+        part_grad = reduce_scatter_to_sequence_parallel_region(grad @ weight, group=ctx.group)
+        whole = gather_from_sequence_parallel_region(part, group=ctx.group, use_global_buffer=True)
+        grad_TO = grad.flatten(0, 1)
+        return part_grad, grad_TO.t() @ whole.flatten(0, 1), grad_TO.sum(0), None

@@ -54,7 +54,8 @@ CASES = {
     "groups, whose prompts fork": Case(2,
         {"placement": {"mode": "disaggregated"}, "rollout.group_size": 2, "overlap.inter": False}),
     "adapters, dense": Case(1, {"runtime.kv_layout": "dense", "actor.lora": LORA, "critic.lora": LORA}),
-    "disaggregated": Case(2, {"placement": {"mode": "disaggregated"}, "overlap.carry": "keep", "ppo.staleness": "decoupled"}),
+    "disaggregated": Case(2, {"placement": {"mode": "disaggregated"}, "overlap.carry": "keep", "ppo.staleness": "decoupled",
+        "algorithm.ratio": "sequence"}),
     "colocated tp 2": on_two({"tp": 2}), "colocated pp 2": on_two({"pp": 2}),
     "dp 2, updated as tp 2": on_two({"dp": 2}, **{"actor.train": {"tp": 2, "sequence_parallel": True, "recompute": "full"}}),
     "dp 2, updated as cp 2": on_two(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from math import ceil
 from typing import Any, Literal
 
 import torch
@@ -56,7 +57,7 @@ class Meter(Watch):
     def __init__(self) -> None:
         super().__init__({})
         self.held = self.most = 0
-        self.tp, self.passed = 1, None  # tensor ranks; pairs that go to each replica, if replicas divide experts
+        self.tp, self.passed = 1, None  # tensor ranks; pairs that go to each, and to each replica if replicas divide experts
         self._alive: set[int] = set()
 
     def _launch(self, reads: Any = (), writes: Any = (), fresh: Any = ()) -> None:
@@ -70,13 +71,13 @@ class Meter(Watch):
             self.most = max(self.most, self.held + args[0].nbytes)
 
     def _numbers(self, tensor: Any) -> Any:
-        if self.passed is not None and here()[0] == "mcore/experts.py __init__":
+        if self.passed is not None and here()[0] in ("mcore/experts.py __init__", "mcore/experts.py mix"):
             return torch.full(tuple(tensor.shape), self.passed, dtype=tensor.dtype)
         return super()._numbers(tensor)
 
     def mix(self, x_TH: Any, chosen_TK: Any, *args: Any, replicas: Any = None, **options: Any) -> Any:
         """Let routers choose experts evenly."""
-        self.passed = None if replicas is None else chosen_TK.numel() // (replicas.size() * self.tp)
+        self.passed = chosen_TK.numel() // (self.tp * (1 if replicas is None else replicas.size()))
         return MIX(x_TH, chosen_TK, *args, replicas=replicas, **options)
 
     def _count(self, tensor: FakeTensor) -> None:
@@ -177,7 +178,7 @@ class Measurement:
         algorithm = Algorithm.of(self.config)
         member = Actor(role, algorithm, 1.0) if self.name == "actor" else Critic(role, algorithm, 1)
         rollout = self.config.rollout
-        rows = max(rollout.group_size, placement.dp * self._rows_of_a_micro_batch)
+        rows = rollout.group_size * ceil(placement.dp * self._rows_of_a_micro_batch / rollout.group_size)
         with self.meter.span() as first:
             self._update(member, min(rollout.batch_size, rows))
         self.found["buffers"] += self._gather_buffer()
@@ -186,6 +187,7 @@ class Measurement:
             self._update(member, self.config.rollout.batch_size)
         self.found["update"] = second.peak
         self.found["left behind"] = second.kept
+        role.publish()
         return role.serving
 
     @property
@@ -223,9 +225,10 @@ class Measurement:
             Rollout(Prompt(i, i, "", (1,) * prompt), i, tokens, numbers, numbers, [0] * response, 0, 1, "length")
             for i in range(rows)
         ]
-        each = torch.zeros(rows * response, device=DEVICE)
-        lengths = torch.tensor([response] * rows)
-        experience = Experience(each, each, each, each, each, each, each, lengths, NOTHING_SEEN, None)  # type: ignore[arg-type]
+        each, lengths = torch.zeros(rows * response, device=DEVICE), on_device([response] * rows, DEVICE)
+        counted, pairs = torch.ones(rows, dtype=torch.bool), [[i, i + 1] for i in range(0, rows, config.rollout.group_size)]
+        figures: Any = None
+        experience = Experience(each, each, each, each, each, each, each, lengths, NOTHING_SEEN, figures, counted, pairs)
         settings = replace(UpdateSettings.of(config, 2, DEVICE), epochs=1)
         if isinstance(member, Actor):
             member.update(batch, experience, 0.1, settings)

@@ -49,6 +49,7 @@ SHAPES = {
     "7B, width norms": _qwen("olmo2", 4096, 32, 32, 32, 11008, False),
     "8B": _llama(4096, 32, 32, 8, 14336),
     "32B": _qwen("qwen3", 5120, 64, 64, 8, 25600, False),
+    "72B": _qwen("qwen2", 8192, 80, 64, 8, 29568, False),
     "70B": _llama(8192, 80, 64, 8, 28672),
     "405B": _llama(16384, 128, 128, 8, 53248),  # 126 layers, filled up so that 16 stages divide them
 }
@@ -132,9 +133,10 @@ LAYOUTS = {
     "30B, experts, tp 2 ep 2": Layout("30B, experts", 2, dp=2, layers=2, rows=4, train={"ep": 2} | PARALLEL),
     "30B, experts, ep 2, adapters": Layout(
         "30B, experts", dp=2, layers=2, rows=4, lora=LORA | {"targets": ["q_proj", "v_proj"]}, train={"ep": 2}),
+    "20B, sinks, tp 2": Layout("20B, sinks", 2, layers=2, rows=4, tokens=4096, train=PARALLEL),
     "20B, sinks, ep 2": Layout("20B, sinks", dp=2, layers=2, rows=4, tokens=4096, train={"ep": 2}),
     "8B, cp 4 of long sequences": Layout(
-        "8B", 2, dp=4, layers=4, rows=1, response=8190, tokens=8192, carried=0,
+        "8B", 2, dp=4, layers=4, rows=1, response=8190, tokens=8192, carried=1,
         train={"cp": 4, "recompute": "selective"} | PARALLEL),
     "8B, cp 2 in 2 stages": Layout("8B", 2, 2, 2, layers=8, rows=4, train={"cp": 2} | FULL),
     "8B critic, cp 8": Layout(
@@ -142,6 +144,7 @@ LAYOUTS = {
     "8B critic": Layout("8B", 2, role="critic", rows=2, train={"recompute": "full"}, layers=8),
     "8B reward, paged": Layout("8B", 2, role="reward", kv="paged", rows=64, layers=8),
     "8B, trained as tp 8": Layout("8B", 2, dp=4, rows=2, train={"tp": 8, "pp": 1, "dp": 1} | PARALLEL, layers=8),
+    "72B, pp 4, four interleaved": Layout("72B", 8, 4, layers=16, rows=16, tokens=2048, train={"vpp": 4} | PARALLEL),
     "8B, pp 4, interleaved, few rows": Layout("8B", 2, 4, layers=16, train={"vpp": 2, "recompute": "full"}, rows=2),
     "1B, float32, one key head": Layout("1B, one key head", layers=4, rows=2, dtype="float32"),
     "2B, a key head each": Layout("2B, a key head each", 2, 2, stage=-1, layers=4, rows=3, train={"recompute": "selective"}),

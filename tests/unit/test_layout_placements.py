@@ -277,8 +277,8 @@ def test_calls_by_hand() -> None:
     narrow = Model({**SHAPE, "intermediate_size": 32}, 2, "float32")
     repeated = 48 + 32 + 8 + 3 * 32 + 2 * 32
     assert cached_activations(narrow, Call(10, 0, 4)) == 10 * (2 * 64 + repeated) * 4, "new tokens, without a mask"
-    summed = 3 * 64 + 16  # the output, the ranks' sum, the sum with the states; and the product's input
-    assert cached_activations(narrow, Call(10, 0, 12)) == 10 * (2 * 64 + summed) * 4 + mask * 4
+    summed = 64 + 64  # the output, and its sum with the states
+    assert cached_activations(Model(SHAPE, 8, "float32"), Call(10, 0, 12)) == 10 * (2 * 64 + summed) * 4 + mask * 4
     assert cached_activations(half, Call(10, 0, 12, draws=True)) == 10 * 2 * (2 * 64 + 64 + 3 * 64 + 12), "and a mask"
     assert cached_activations(half, Call(10, 0, 12, gathered=10**4)) == (
         10 * (2 * 64 * 2 + 48 * 2 + (32 + 8 + 3 * 32) * 2) + mask * (2 + 3 / 4) + 2 * 10**4 * 8 * 2
