@@ -81,8 +81,8 @@ class OverlapConfig(CarryConfig):
     schedule: Literal["auto", "intra", "woven"] | ImportPath = Field(
         "auto",
         description="schedule of a round with `intra` on ranks that score and decode: scoring first, or woven "
-        "into the bubbles of the decode pipeline; auto: woven if some rank does both; or your own function "
-        "(docs/extending.md)",
+        "into the bubbles of the decode pipeline (of one stage: between its steps); auto: woven if some rank does both; "
+        "or your own function (docs/extending.md)",
     )
     weave: Annotated[list[PositiveInt | Literal["auto"]], Unit("micro-batches, tokens")] = Field(
         default=["auto", "auto"],

@@ -259,6 +259,7 @@ WIDE: dict[str, dict[str, Any]] = {
     "1 | 1, trained with PP2 x CP2 apart": on(
         "disaggregated", **{"actor.train": {"ranks": "2-5", "pp": 2, "cp": 2}}),
     "PP2, unwoven": on("colocated", (1, 2, 1), (1, 2, 1), **{"overlap.schedule": "intra"}),
+    "DP2, scorers TP2": on("colocated", (1, 1, 2), (2, 1, 1)),
 }  # fmt: skip
 """For the plain configuration alone."""
 DIVIDED: dict[str, dict[str, Any]] = {

@@ -136,6 +136,32 @@ def test_prefill_moves_no_decode_micro_step_while_it_fits_and_gaps_are_not_joine
     assert [a.op for a in woven(round_, site, costs).of(0)] == [Op.DECODE] * 8 + [Op.PREFILL] * 3
 
 
+def test_one_stage_decodes_between_prefills_of_scorers_that_span_unequal_replicas() -> None:
+    site = Site({"actor": RolePlacement((0, 1), dp=2), "critic": RolePlacement((0,)), "reward": RolePlacement((0, 1), tp=2)})
+    decode = tuple((tuple(Growth(10 * d + i, 9, 16) for i in range(rows)),) for d, rows in enumerate((8, 7)))
+    scored = (tuple((Growth(100 + j, 0, 9),) for j in range(4)),)
+    round_ = Round(1, 16, decode, {"critic": scored, "reward": scored})
+    for rank, roles in ((0, ("critic", "reward")), (1, ("reward",))):
+        own, before = woven(round_, site, Costs()).of(rank), []
+        for place, action in enumerate(own):
+            if action.op is Op.PREFILL and action.role in roles:
+                before.append(sum(earlier.op is Op.DECODE for earlier in own[:place]))
+        assert len(before) == 4 * len(roles) and 0 < before[0] and before[-1] < 16
+        assert all(a < b for a, b in pairwise(before)), f"rank {rank}: decode steps before each prefill: {before}"
+
+
+def test_weaving_one_stage_takes_a_time_that_grows_with_the_replicas_not_with_their_square() -> None:
+    site = Site({role: RolePlacement(tuple(range(1024)), dp=1024) for role in ("actor", *SCORERS)})
+    batch = (Growth(0, 9, 64, 64),)
+    round_ = Round(1, 64, ((batch,),) * 1024, dict.fromkeys(SCORERS, ((batch, batch),) * 1024))
+    seconds = []
+    for name in ("intra", "woven"):
+        began = time.process_time()
+        GENERATORS[name](round_, site, Costs())
+        seconds.append(time.process_time() - began)
+    assert seconds[1] < 4 * seconds[0], seconds  # about the same; ten times as long if each replica looks at all others
+
+
 def test_golden_schedules() -> None:
     written = {path.stem: path.read_text(encoding="utf-8") for path in GOLDEN.glob("*.txt")}
     assert written == {name: schedule.text() for name, schedule in schedules()}

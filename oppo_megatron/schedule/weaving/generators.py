@@ -26,23 +26,28 @@ COMPUTES = (Op.DECODE, Op.SAMPLE, Op.PREFILL, Op.SCORE)
 
 
 def sequential(round: Round, site: Site, costs: Costs) -> Schedule:
-    return _placed(Placer(round, site, costs), actor_first=True)
+    return _placed(Placer(round, site, costs), actor_first=True, woven=False)
 
 
 def intra(round: Round, site: Site, costs: Costs) -> Schedule:
-    return _placed(Placer(round, site, costs), actor_first=False)
+    return _placed(Placer(round, site, costs), actor_first=False, woven=False)
 
 
 def woven(round: Round, site: Site, costs: Costs) -> Schedule:
-    """Place the scorers' part in the actor's gaps or after it; one stage leaves gaps for the prefills of its ranks."""
-    return _placed(Placer(round, site, costs, woven=True), actor_first=True)
+    """Place the scorers' part in the actor's gaps or after it; one stage has none, so its steps come between prefills."""
+    placer = Placer(round, site, costs)
+    if site.placements["actor"].pp > 1:
+        return _placed(placer, actor_first=True, woven=True)
+    placer.place_scorers()
+    placer.place_one_stage()
+    return placer.schedule()
 
 
-def _placed(placer: Placer, *, actor_first: bool) -> Schedule:
+def _placed(placer: Placer, *, actor_first: bool, woven: bool) -> Schedule:
     parts = placer.place_actor, placer.place_scorers
     for place in parts if actor_first else parts[::-1]:
         place()
-        if not placer.woven:
+        if not woven:
             placer.free.close()
     return placer.schedule()
 
@@ -178,8 +183,8 @@ class Line:
 
 
 class Placer:
-    def __init__(self, round: Round, site: Site, costs: Costs, *, woven: bool = False):
-        self.round, self.site, self.costs, self.woven = round, site, costs, woven
+    def __init__(self, round: Round, site: Site, costs: Costs):
+        self.round, self.site, self.costs = round, site, costs
         self.message = nanoseconds(costs.message_s)
         self._lines: dict[Team, Line] = {}
         shortest = []
@@ -227,8 +232,6 @@ class Placer:
         durations = [list(map(nanoseconds, own)) for own in seconds]
         free = [self.free.end(ranks) for ranks in line.ranks]
         starts = _step_starts(durations, free, self.message, steps)
-        if self.woven and len(stages) == 1:
-            starts += self._gaps_before(line.ranks[0], steps)[:, None, None]
         ends = starts + np.array(durations, dtype=np.int64)
         for stage, ranks in enumerate(line.ranks):
             # Everything on these ranks, which hold no other actor replica, ends before the step.
@@ -237,16 +240,18 @@ class Placer:
         self._num_placed += starts.size
         line.decoded = Times(starts.reshape(-1, len(stages)).T, placed.T)
 
-    def _gaps_before(self, ranks: Sequence[int], steps: int) -> Ints:
-        """Total of the gaps before each step: one per prefill on these ranks, evenly from the first step's end.
+    def place_one_stage(self) -> None:
+        """Place the actor among the scorers: prompts and a step before all, later steps evenly over its ranks' prefills.
 
         Only the order counts: a device then computes both at a time, if the host has started decode steps before each prefill.
         """
-        scorers = [line for (role, _), line in self._lines.items() if role != "actor" and len(line.times)]
-        shared = [line.times for line in scorers if any(not set(ranks).isdisjoint(own) for own in line.ranks)]
-        count, number_N = sum(map(len, shared)), np.arange(steps, dtype=np.int64)
-        gaps_N = np.where(number_N > 0, np.minimum(number_N * count // steps + 1, count), 0)
-        return gaps_N * max((int(times.max()) for times in shared), default=0)
+        for replica in range(self.site.placements["actor"].dp):
+            line, (prefills, batches, steps, _) = self._lines["actor", replica], count_of(("actor", replica), self.round)
+            unit_U = np.arange(prefills + batches * steps)
+            step_U = np.maximum(0, unit_U - prefills) // max(1, batches)
+            evenly_U = step_U * self.free.end(line.ranks[0]) // max(1, steps)
+            line.starts = [(np.where(step_U > 0, evenly_U, -len(unit_U)) + unit_U).tolist()]
+            line.placed = [(self._num_placed + unit_U).tolist()]
 
     def _place_prefill(self, line: Line, times: list[int]) -> int:
         """Place a prefill on all stages. Returns when the first is done."""
