@@ -21,7 +21,6 @@ EXPECTED: dict[Wait, tuple[int, str]] = {
     ("update", "read", "mcore/experts.py __init__"): (4, "update"),
     ("move", "synchronize", "mcore/weights/weight_sync.py move"): (1, "move"),
     # weights that come while others decode, in a thread of their own, and the checksum of all
-    ("move", "synchronize", "mcore/weights/weight_sync.py _complete"): (1, "move"),
     ("rest", "synchronize", "mcore/weights/weight_sync.py _complete"): (1, ONCE_A_STEP),
     ("rest", "read", "mcore/weights/weight_sync.py digest"): (1, ONCE_A_STEP),
     ("rest", "read", "train/updates.py _learn_figures"): (1, ONCE_A_STEP),
