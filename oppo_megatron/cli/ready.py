@@ -22,6 +22,7 @@ from oppo_megatron.cores import host_bytes
 from oppo_megatron.errors import ConfigError
 from oppo_megatron.evaluation.tasks import find_tasks
 from oppo_megatron.layout.kernels import import_fault
+from oppo_megatron.layout.layouts import Sizes
 from oppo_megatron.layout.memory import Memory, shortage
 from oppo_megatron.layout.placements import world_size
 from oppo_megatron.layout.role_memory import (
@@ -121,7 +122,7 @@ def on_one_rank(config: TrainConfig | SupervisedConfig) -> str:
         for key, value in tree.items():
             if isinstance(value, Mapping):
                 yield from sizes(value, f"{path}{key}.")
-            elif key in ("tp", "pp", "dp", "vpp", "cp", "ep") and (value or 1) > 1:
+            elif key in Sizes._fields and (value or 1) > 1:
                 yield f"{path}{key}=1"
             elif key == "sequence_parallel" and value:
                 yield f"{path}{key}=false"
