@@ -117,7 +117,9 @@ def adapters(models: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -
         config = peft.LoraConfig(
             r=settings["rank"], lora_alpha=settings["alpha"], target_modules=settings["targets"], task_type=task
         )
-        model = peft.get_peft_model(load_hf(models[name]), config)
+        with torch.random.fork_rng():  # with a few other seeds a number lies at GPT-OSS's limit, where gradients jump
+            torch.manual_seed(4)
+            model = peft.get_peft_model(load_hf(models[name]), config)
         generator = torch.Generator().manual_seed(2)
         with torch.no_grad():
             for key, param in model.named_parameters():
