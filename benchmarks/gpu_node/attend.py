@@ -1,8 +1,8 @@
-"""Attention of a decode step without flash-attn, against the time of reading the cached keys and values alone.
+"""The package's Triton kernels against torch's, and against the time of reading and writing their memory alone.
 
-`attend.py DEVICE OUT`: into OUT/figures.json, under "attend".  Compared, for ragged lengths: `attend_one` as a captured step
-calls it (dense cache, mask, torch's memory-efficient kernel), and the Triton kernel of paged caches.  On a CPU Triton's
-interpreter computes the numbers, and nothing is timed.
+`attend.py DEVICE OUT`: into OUT/figures.json.  "attend": of a decode step without flash-attn, for ragged lengths, `attend_one`
+as a captured step calls it (dense cache, mask, torch's memory-efficient kernel), and the kernel of paged caches.  "gate": gated
+activations and their gradients.  On a CPU Triton's interpreter computes the numbers, and nothing is timed.
 """
 
 # ruff: noqa: E402
@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ try:
     import triton
 
     triton_attention = importlib.import_module("oppo_megatron.mcore.kv.triton_kernel").triton_attention
+    gate_kernel = importlib.import_module("oppo_megatron.mcore.gate_kernel")
 except ImportError as error:
     print(f"nothing to compare with: {error}")
     sys.exit(0)
 
+from oppo_megatron.mcore import layers
 from oppo_megatron.mcore.kv.cached_plan import PagedCall, attend_one, beyond_mask
 
 
@@ -73,26 +76,58 @@ def case(name: str, rows: int, groups: int, repeat: int, dim: int, limit: int, m
     valid = 2 * int(lens.sum()) * groups * dim * dtype.itemsize
     found: dict[str, Any] = {"case": name, "rows": rows, "mean": float(lens.float().mean()), "reach": longest}
     found["difference"] = float((ours - theirs).abs().max() / ours.abs().max())
-    if DEVICE == "cuda":
-        source = torch.empty(2**30, dtype=torch.uint8, device=place)
-        copy = triton.testing.do_bench_cudagraph(lambda: torch.empty_like(source).copy_(source), rep=50)
-        for what, work in (("masked_us", dense_step), ("triton_us", paged_step)):
-            found[what] = 1e3 * triton.testing.do_bench_cudagraph(work, rep=50)
-        found["least_us"] = 1e3 * copy * valid / (2 * 2**30)
+    return found | timed({"masked_us": dense_step, "triton_us": paged_step}, valid)
+
+
+def timed(works: dict[str, Callable[[], Any]], moved: int) -> dict[str, float]:
+    """Microseconds of each, and of a copy that reads and writes `moved` bytes."""
+    if DEVICE != "cuda":
+        return {}
+    source = torch.empty(2**30, dtype=torch.uint8, device=DEVICE)
+    works = works | {"copy": lambda: torch.empty_like(source).copy_(source)}
+    found = {what: 1e3 * triton.testing.do_bench_cudagraph(work, rep=50) for what, work in works.items()}
+    return found | {"least_us": found.pop("copy") * moved / (2 * 2**30)}
+
+
+def gates(name: str, tokens: int, width: int, dtype: torch.dtype) -> list[dict[str, Any]]:
+    gate_up = torch.randn(tokens, 2 * width, device=DEVICE, dtype=dtype)
+    grad, given = torch.randn(tokens, width, device=DEVICE, dtype=dtype), gate_up.clone().requires_grad_()
+    layers.gate_kernels = lambda _: None
+    out = layers.gated(given, "silu")
+    works: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+        "forward": (lambda: layers.activated(gate_up, "silu"), lambda: gate_kernel.triton_gate(gate_up, "silu")),
+        "backward": (
+            lambda: torch.autograd.grad(out, given, grad, retain_graph=True)[0],
+            lambda: gate_kernel.triton_gate_grad(gate_up, grad, "silu"),
+        ),
+    }
+    found = []
+    for way, (plain, ours) in works.items():
+        theirs, mine = plain().float(), ours().float()
+        difference = float((theirs - mine).abs().max() / theirs.abs().max())
+        moved = (3 if way == "forward" else 5) * tokens * width * dtype.itemsize
+        line = {"case": name, "pass": way, "tokens": tokens, "width": width, "difference": difference}
+        found.append(line | timed({"torch_us": plain, "triton_us": ours}, moved))
     return found
 
 
 def main() -> None:
     dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+    sizes = [("0.5B", 4096, 4864), ("7B", 4096, 18944)] if DEVICE == "cuda" else [("tiny", 3, 100)]
+    write("gate", [line for name, tokens, width in sizes for line in gates(name, tokens, width, dtype)])
     rows = [(112, 256 * 9), (16, 256 * 9), (2, 256 * 9)] if DEVICE == "cuda" else [(3, 256)]
     found = []
     for count, limit in rows:
         for name, groups, repeat, dim in (("0.5B", 2, 7, 64), ("7B", 4, 7, 128))[: None if DEVICE == "cuda" else 1]:
             found.append(case(name, count, groups, repeat, dim, limit, 5.5, dtype))
-            print({k: (round(v, 4) if isinstance(v, float) else v) for k, v in found[-1].items()}, flush=True)
-            path = OUT / "figures.json"
-            tree = json.loads(path.read_text()) if path.exists() else {}
-            path.write_text(json.dumps(tree | {"attend": found}, indent=1))
+            write("attend", found)
+
+
+def write(part: str, found: list[dict[str, Any]]) -> None:
+    print({k: (round(v, 4) if isinstance(v, float) else v) for k, v in found[-1].items()}, flush=True)
+    path = OUT / "figures.json"
+    tree = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(tree | {part: found}, indent=1))
 
 
 if __name__ == "__main__":

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gc
 import sys
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
+from textwrap import shorten
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from oppo_megatron.errors import CapacityError, OppoError
+from oppo_megatron.layout.kernels import TRITON, usable
 
 
 def on_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -20,6 +24,25 @@ def on_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+@cache
+def triton_works(device: torch.device) -> bool:
+    """True if Triton is installed and a trial works, for which it needs a C compiler and Python's headers; else warns."""
+    if not usable(TRITON):
+        return False
+    from oppo_megatron.mcore.gate_kernel import triton_gate
+
+    try:
+        triton_gate(torch.zeros(1, 2, dtype=torch.bfloat16, device=device), "silu")
+    except Exception as error:
+        told = shorten(str(error), 200, placeholder=" ...")
+        failure = f"triton cannot build a kernel ({type(error).__name__}: {told})"
+        warnings.warn(
+            f"{failure}; gates are computed by several kernels, and without flash-attn KV caches are dense", stacklevel=2
+        )
+        return False
+    return True
 
 
 CPU_WORDS = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc")

@@ -16,7 +16,7 @@ from torch import Tensor
 from oppo_megatron.mcore.cpu import product
 from oppo_megatron.mcore.experts import ExpertMLP
 from oppo_megatron.mcore.kv.cached_plan import CachedPlan
-from oppo_megatron.mcore.layers import ACTIVATIONS, PLAIN, Norm, fixed_norm
+from oppo_megatron.mcore.layers import PLAIN, Norm, activated, fixed_norm
 from oppo_megatron.mcore.lora import Adapters, adapters_of
 
 Product = Callable[[Tensor], Tensor]
@@ -65,7 +65,7 @@ class _FusedLayer:
         if self.experts is None:
             self.gate_up = product(mlp.linear_fc1.weight, packed=packed)
             self.down = product(mlp.linear_fc2.weight, packed=packed)
-            self.activation, _ = ACTIVATIONS[mlp.activation_func.activation]
+            self.activation = mlp.activation_func.activation
         groups, dim = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
         self.shape_GXD = groups, attention.num_attention_heads_per_partition // groups + 2, dim
         self.reading = attention.reading
@@ -91,8 +91,7 @@ class _FusedLayer:
     def transform(self, x_TH: Tensor, plan: CachedPlan) -> Tensor:
         if self.experts is not None:
             return self.experts.part(self.mlp_norm(x_TH), plan)
-        gate, up = self.gate_up(self.mlp_norm(x_TH)).chunk(2, dim=-1)  # the normed states are freed at once
-        return self.down(self.activation(gate).mul_(up))
+        return self.down(activated(self.gate_up(self.mlp_norm(x_TH)), self.activation))
 
 
 def _bias(linear: Any) -> Tensor | None:

@@ -9,7 +9,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
+from importlib import import_module
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
@@ -36,6 +38,7 @@ from oppo_megatron.layout.families import AFTER, BEFORE, Traits
 from oppo_megatron.layout.kernels import LayerKind
 from oppo_megatron.mcore import compat
 from oppo_megatron.mcore.attention import Reading
+from oppo_megatron.mcore.device import triton_works
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -126,9 +129,10 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]]
     "gelu_pytorch_tanh": (partial(F.gelu, **_TANH), partial(torch.ops.aten.gelu_backward.grad_input, **_TANH)),
 }
 """By its name in transformers: an activation, and its gradient, from the output's gradient and the input."""
+Clamp = tuple[float, float] | None
 
 
-def gated(gate_up: Tensor, activation: str, clamp: tuple[float, float] | None = None) -> Tensor:
+def gated(gate_up: Tensor, activation: str, clamp: Clamp = None) -> Tensor:
     """Gated activation (Shazeer 2020), activation(gate) * up: [T, ..., 2 F] -> [T, ..., F].
 
     `clamp`: limit l and gain a of silu(a min(gate, l)) / a * (1 + max(-l, min(up, l))) (GPT-OSS).
@@ -140,19 +144,34 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return gated(gate_up, "silu")
 
 
+@cache
+def gate_kernels(device: torch.device) -> ModuleType | None:
+    return import_module("oppo_megatron.mcore.gate_kernel") if device.type == "cuda" and triton_works(device) else None
+
+
+def activated(gate_up: Tensor, activation: str, clamp: Clamp = None) -> Tensor:
+    """Return `gated` without a gradient."""
+    if (kernels := gate_kernels(gate_up.device)) is not None:
+        return kernels.triton_gate(gate_up, activation, clamp)
+    gate, up = _halves(gate_up, clamp)
+    return ACTIVATIONS[activation][0](gate).mul_(up)
+
+
 class _Gated(torch.autograd.Function):
     """Recomputes the activation backward; megatron-core keeps two more tensors."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, activation: str, clamp: tuple[float, float] | None) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, activation: str, clamp: Clamp) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.activation, ctx.clamp = activation, clamp
-        gate, up = _halves(gate_up, clamp)
-        return ACTIVATIONS[activation][0](gate).mul_(up)
+        return activated(gate_up, activation, clamp)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (gate_up,), (activation, gradient) = ctx.saved_tensors, ACTIVATIONS[ctx.activation]
+        (gate_up,) = ctx.saved_tensors
+        if (kernels := gate_kernels(gate_up.device)) is not None:
+            return kernels.triton_gate_grad(gate_up, grad, ctx.activation, ctx.clamp), None, None
+        activation, gradient = ACTIVATIONS[ctx.activation]
         grads = torch.empty_like(gate_up)
         (gate, up), (gate_grad, up_grad) = _halves(gate_up, ctx.clamp), grads.chunk(2, dim=-1)
         torch.mul(grad, activation(gate), out=up_grad)
@@ -165,7 +184,7 @@ class _Gated(torch.autograd.Function):
         return grads, None, None
 
 
-def _halves(gate_up: Tensor, clamp: tuple[float, float] | None) -> tuple[Tensor, Tensor]:
+def _halves(gate_up: Tensor, clamp: Clamp) -> tuple[Tensor, Tensor]:
     gate, up = gate_up.chunk(2, dim=-1)
     if clamp is None:
         return gate, up

@@ -21,6 +21,7 @@ from oppo_megatron.engine.round_state import Growing
 from oppo_megatron.engine.sampler import Sampling, draw
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.integrations.huggingface import write_random_checkpoint
+from oppo_megatron.mcore import layers
 from oppo_megatron.mcore.attention import PackedPlan, Reading
 from oppo_megatron.mcore.device import WARM_UPS, CapturedSteps, run_eagerly
 from oppo_megatron.mcore.groups import build_groups
@@ -69,6 +70,21 @@ def test_draws_never_leave_the_support(device: str) -> None:
         assert bool(drawn.logprobs.isfinite().all())
         expected_R = logits_RV.log_softmax(-1).gather(-1, drawn.tokens[:, None])[:, 0]
         assert float((drawn.logprobs - expected_R).abs().max()) < 1e-4
+
+
+def test_gated_activations_by_one_kernel_equal_torchs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if layers.gate_kernels(torch.device(device)) is None:
+        pytest.skip("Triton does not work here (oppo doctor): torch's kernels compute gated activations")
+    found, grad = [], torch.randn(70, 900, device=device, dtype=torch.bfloat16)
+    values = torch.randn(70, 1800, device=device, dtype=torch.bfloat16)
+    for kernels in (layers.gate_kernels, lambda _: None):
+        monkeypatch.setattr(layers, "gate_kernels", kernels)
+        for activation, clamp in ("silu", None), ("silu", (0.75, 1.7)), ("gelu_pytorch_tanh", None):
+            given = values.clone().requires_grad_()
+            out = layers.gated(given, activation, clamp)
+            found.append(torch.cat([out.flatten(), *torch.autograd.grad(out, given, grad)[0]]).float())
+    for ours, theirs in zip(found[:3], found[3:], strict=True):
+        assert float((ours - theirs).abs().max()) < 2e-2 * float(theirs.abs().max())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -13,8 +13,9 @@ import torch  # noqa: E402
 import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from oppo_megatron.mcore import attention  # noqa: E402
-from oppo_megatron.mcore.kv import paged, triton_kernel  # noqa: E402
+from oppo_megatron.mcore import attention, gate_kernel, layers  # noqa: E402
+from oppo_megatron.mcore.device import triton_works  # noqa: E402
+from oppo_megatron.mcore.kv import triton_kernel  # noqa: E402
 from oppo_megatron.mcore.kv.cached_plan import PagedCall  # noqa: E402
 
 TABLES = 200
@@ -84,6 +85,30 @@ def turn_difference(draws: random.Random) -> tuple[str, float]:
     return str(dtype), float(max(far))
 
 
+def gate_difference(draws: random.Random) -> tuple[str, float]:
+    """Outputs and gradients of gated activations, some on the clamp and some not numbers, against torch's."""
+    activation, dtype = draws.choice(gate_kernel.KINDS), draws.choice([torch.float32, torch.float16])
+    shape = *draws.choice([(draws.randint(0, 5),), (3, draws.randint(1, 4))]), 2 * draws.choice([1, 8, 37, 1024, 1500])
+    clamp = draws.choice([None, (7.0, 1.702), (0.5, 1.0)])
+    generator = torch.Generator().manual_seed(draws.randrange(2**31))
+    values = (2 * torch.randn(shape, generator=generator)).to(dtype)
+    if clamp is not None:
+        values[torch.rand(shape, generator=generator) < 0.2] = clamp[0] * draws.choice([-1, 1])
+    values[torch.rand(shape, generator=generator) < 0.01] = draws.choice([torch.nan, torch.inf])
+    grad = torch.randn(*shape[:-1], shape[-1] // 2, generator=generator).to(dtype)
+    found = []
+    for kernels in (None, gate_kernel):
+        layers.gate_kernels = lambda _, kernels=kernels: kernels
+        given = values.clone().requires_grad_()
+        out = layers.gated(given, activation, clamp)
+        out.backward(grad)
+        assert given.grad is not None and torch.equal(layers.activated(values, activation, clamp).nan_to_num(), out.nan_to_num())
+        found.append(torch.cat([out.detach().flatten(), given.grad.flatten()]))
+    plain, ours = found
+    assert ours.dtype == dtype and torch.equal(plain.isfinite(), ours.isfinite())
+    return str(dtype), float(((plain - ours).abs() / (1 + plain.abs())).nan_to_num().max()) if len(plain) else 0.0
+
+
 def compiled() -> dict[str, Any]:
     """Bytes of machine code and of shared memory for GPUs."""
     from triton.backends.compiler import GPUTarget
@@ -97,6 +122,11 @@ def compiled() -> dict[str, Any]:
         return len(code.asm["cubin"]), code.metadata.shared
 
     found: dict[str, Any] = {}
+    gates = dict.fromkeys(("gate_up", "out", "grad", "grads"), "*bf16") | {"width": "i32", "limit": "fp32", "gain": "fp32"}
+    for capability, clamped in ((80, True), (90, False)):
+        for kernel in (gate_kernel.gate_tile, gate_kernel.gate_grad_tile):
+            values = {"CLAMPED": clamped, "GELU": not clamped, "B": 1024}
+            found[f"sm_{capability}, {kernel.__name__}"] = built(kernel, capability, gates, values)
     numbers = dict.fromkeys(("tables", "starts", "lengths"), "*i32") | dict.fromkeys(("scale", "cap"), "fp32")
     numbers |= dict.fromkeys(("width", "window"), "i32")
     numbers |= dict.fromkeys(("q", "k", "v", "sinks", "out"), "*bf16") | dict.fromkeys(("sums", "peaks"), "*fp32")
@@ -112,14 +142,14 @@ def compiled() -> dict[str, Any]:
     return found
 
 
-def refused() -> tuple[Any, list[str]]:
-    """The kernel that a machine gets on which Triton can be imported, but cannot launch anything, and its warnings."""
+def refused() -> tuple[bool, list[str]]:
+    """The trial on a machine on which Triton can be imported, but cannot launch anything, and its warnings."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        return paged.by_triton(torch.device("cpu")), [str(each.message) for each in told]
+        return triton_works(torch.device("cpu")), [str(each.message) for each in told]
 
 
 if __name__ == "__main__":
     draws = random.Random(1)
-    kinds = (difference, turn_difference) if INTERPRETED else ()
+    kinds = (difference, turn_difference, gate_difference) if INTERPRETED else ()
     torch.save([[of(draws) for _ in range(TABLES)] for of in kinds] or (compiled(), refused()), sys.argv[2])

@@ -5,20 +5,17 @@ Forked sequences share the full blocks of their prompt; each has its own copy of
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache
-from textwrap import shorten
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from oppo_megatron.layout.kernels import FLASH, TRITON, usable
+from oppo_megatron.layout.kernels import FLASH, usable
 from oppo_megatron.layout.memory import BLOCK_TOKENS
 from oppo_megatron.mcore.attention import LEAST_CAPABILITY, Reading, WithSinks
-from oppo_megatron.mcore.device import on_device
+from oppo_megatron.mcore.device import on_device, triton_works
 from oppo_megatron.mcore.kv.cached_plan import CallPlan, PagedCall, StepPlan, StepRows
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 
@@ -39,23 +36,15 @@ def find_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel | None:
         return None
     if torch.cuda.get_device_capability(device) < LEAST_CAPABILITY:
         return None
-    triton = by_triton(device) if usable(TRITON) else None
+    triton = by_triton(device)
     return PagedKernel(flash_attn, triton and triton.turn) if usable(FLASH) else triton
 
 
-@cache
 def by_triton(device: torch.device) -> PagedKernel | None:
-    """Return the kernel if a trial call works: Triton also needs a C compiler and Python's headers."""
+    if not triton_works(device):
+        return None
     from oppo_megatron.mcore.kv.triton_kernel import triton_attention, triton_turn
 
-    one_1, pool = torch.ones(1, dtype=torch.int32, device=device), torch.zeros(1, 16, 1, 16, dtype=torch.bfloat16, device=device)
-    try:
-        triton_attention(pool[0, :1], pool, pool, PagedCall(one_1[:, None] - 1, one_1, one_1, 1, 1), 1.0)
-    except Exception as error:
-        told = shorten(str(error), 200, placeholder=" ...")
-        failure = f"triton cannot build a kernel ({type(error).__name__}: {told})"
-        warnings.warn(f"{failure}; without flash-attn KV caches are dense", stacklevel=2)
-        return None
     return PagedKernel(triton_attention, triton_turn)
 
 
