@@ -48,6 +48,16 @@ def assert_same_tensors(src: Path, dst: Path) -> None:
         assert tensor.dtype == found[name].dtype and torch.equal(tensor, found[name]), name
 
 
+def assert_alike(src: Path, dst: Path, head: str = "lm") -> None:
+    """By transformers' outputs, which rounding may change: the same tensors begin elsewhere in memory."""
+    torch.testing.assert_close(outputs(src, head), outputs(dst, head), rtol=0, atol=1e-5)
+
+
+def found_by_check(said: str) -> float:
+    """The difference that `oppo convert --check` prints."""
+    return float(said.rstrip().rpartition("in transformers: ")[2])
+
+
 def outputs(directory: Path, head: str = "lm") -> torch.Tensor:
     loader = AutoModelForCausalLM if head == "lm" else AutoModelForSequenceClassification
     model, report = loader.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
@@ -70,7 +80,7 @@ def test_export_gives_back_what_was_loaded(tmp_path: Path, name: str, tp: int, p
     assert_same_tensors(src, dst)
     assert len(list(dst.glob("model-*-of-*.safetensors"))) > 1
     assert [path.name for path in dst.parent.iterdir()] == ["dst"], "nothing is left aside"
-    torch.testing.assert_close(outputs(src, head), outputs(dst, head), rtol=0, atol=1e-5)  # the tensors begin elsewhere in memory
+    assert_alike(src, dst, head)
     given, written = (json.loads((folder / "config.json").read_text()) for folder in (src, dst))
     assert all(written[key] == given[key] for key in ("architectures", "model_type", *({"sliding_window"} & given.keys())))
 
@@ -82,10 +92,11 @@ def test_convert_keeps_every_bit_and_the_tokenizer(tmp_path: Path, name: str, ca
     save_tiny(src, family, head, max_shard_size="20KB", **changes)
     (src / "tokenizer.json").write_text("{}")
     target = "causal-lm" if head == "lm" else "reward"
-    assert convert(src, dst, "--as", target, "--check") == 0 and "in transformers: 0" in capsys.readouterr().out
+    assert convert(src, dst, "--as", target, "--check") == 0 and found_by_check(capsys.readouterr().out) < 1e-5
     assert_same_tensors(src, dst)
     assert [path.name for path in dst.glob("*.safetensors")] == ["model.safetensors"]
-    assert (dst / "tokenizer.json").read_text() == "{}" and torch.equal(outputs(src, head), outputs(dst, head))
+    assert (dst / "tokenizer.json").read_text() == "{}"
+    assert_alike(src, dst, head)
 
 
 def test_experts_in_one_tensor_are_read_and_written_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -93,7 +104,7 @@ def test_experts_in_one_tensor_are_read_and_written_apart(tmp_path: Path, capsys
     model = save_tiny(tmp_path / "apart", "mixtral")
     model.save_pretrained(tmp_path / "joined", save_original_format=False)
     assert any(name.endswith("experts.gate_up_proj") for name in tensors_of(tmp_path / "joined"))
-    assert convert(tmp_path / "joined", tmp_path / "back", "--check") == 0 and "in transformers: 0" in capsys.readouterr().out
+    assert convert(tmp_path / "joined", tmp_path / "back", "--check") == 0 and found_by_check(capsys.readouterr().out) < 1e-5
     assert_same_tensors(tmp_path / "apart", tmp_path / "back")
     tensors = tensors_of(tmp_path / "apart")
     lost = "model.layers.1.block_sparse_moe.experts.3.w3.weight"
@@ -159,7 +170,7 @@ def test_convert_splits_into_shards_of_the_size_asked(tmp_path: Path) -> None:
     assert len(sizes) == 2 and max(sizes) < 3.1 * 2**20
     index = json.loads((tmp_path / "dst" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.numel() * 4 for t in tensors_of(tmp_path / "src").values())
-    assert torch.equal(outputs(tmp_path / "src"), outputs(tmp_path / "dst"))
+    assert_alike(tmp_path / "src", tmp_path / "dst")
 
 
 def test_convert_a_causal_lm_to_a_reward_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,12 +179,13 @@ def test_convert_a_causal_lm_to_a_reward_model(tmp_path: Path, capsys: pytest.Ca
     assert convert(src, dst, "--as", "reward") == 2
     assert "--fresh-head-seed" in capsys.readouterr().err and not dst.exists()
     assert convert(src, dst, "--as", "reward", "--fresh-head-seed", "3", "--check") == 0
-    assert "hidden states" in (said := capsys.readouterr().out) and "in transformers: 0" in said
+    assert "hidden states" in (said := capsys.readouterr().out) and found_by_check(said) < 1e-5
     config = json.loads((dst / "config.json").read_text())
     assert config["architectures"] == ["Qwen2ForSequenceClassification"] and len(config["id2label"]) == 1
     assert outputs(dst, "scalar").shape == (1, 1)
     with torch.no_grad():
-        assert torch.equal(*(AutoModel.from_pretrained(path).eval()(TOKENS).last_hidden_state for path in (src, dst)))
+        states = [AutoModel.from_pretrained(path).eval()(TOKENS).last_hidden_state for path in (src, dst)]
+        torch.testing.assert_close(*states, rtol=0, atol=1e-5)
     assert convert(dst, tmp_path / "again", "--as", "reward", "--fresh-head-seed", "3") == 2
     assert convert(src, tmp_path / "lm", "--fresh-head-seed", "3") == 2
 

@@ -61,8 +61,7 @@ def run(args: argparse.Namespace) -> int:
         task = load_task(args)
         doing[0] = f"searching plans for {task.cluster.num_ranks} ranks"
         found, places = find_plans(task)
-        doing[0] = "playing the best plans"
-        plans = play_plans(task, found, args.top)
+        plans = play_plans(task, found, args.top, lambda line: doing.__setitem__(0, line))
         if not plans:
             doing[0] = "nothing fits; counting what is missing"
             raise ConfigError(_nothing_fits(task, find_shortage(task)))

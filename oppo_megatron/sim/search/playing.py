@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import log2, sqrt
 from statistics import fmean
@@ -51,8 +51,11 @@ class Played:
         return max(self.rank_bytes)
 
 
-def play_plans(task: Task, plans: Sequence[Plan], top: int) -> list[Played]:
-    """Return the fastest `top`. Stops when a price, times the least ratio of played time to price, exceeds the fastest."""
+def play_plans(task: Task, plans: Sequence[Plan], top: int, tell: Callable[[str], None] = lambda _: None) -> list[Played]:
+    """Return the fastest `top`. Stops when a price, times the least ratio of played time to price, exceeds the fastest.
+
+    `tell`: of progress.
+    """
     few, many = (
         min(MOST_STEPS, max(least, responses // task.config.rollout.batch_size))
         for least, responses in zip((FEW, MANY), RESPONSES, strict=True)
@@ -63,8 +66,10 @@ def play_plans(task: Task, plans: Sequence[Plan], top: int) -> list[Played]:
             ratio = min(1.0, *(each.step_s * 1e9 / each.plan.step_ns for each in done))
             if plan.step_ns * ratio > 1e9 * min(each.step_s for each in done):
                 break
+        tell(f"playing the best plans: {len(done)} played for {few} steps")
         done.append(play_plan(task, plan, planned_config(task.config, plan), few))
     best = _fastest(done)[: top + 1]
+    tell(f"playing the fastest {len(best)} of {len(done)} plans for {many} steps, and other chunks and deltas")
     best = _fastest([play_plan(task, each.plan, each.config, many) for each in best])[:top]
     if not best:
         return []
