@@ -107,7 +107,7 @@ pytests() { # name seconds tests...
   SHOW=12 step "$name" "$most" "$PY" -m pytest -p no:cacheprovider -q -rA --no-header --tb=short --durations=0 "${ids[@]}"
   local rc=$?; grep -aE '^(PASSED|FAILED|SKIPPED|ERROR)|^[0-9.]+s (call|setup)' "$LOG" | sort -u > "$OUT/tests.txt"; return $rc
 }
-if wanted tests; then  # what tells most first: one model, the paged kernel, graphs against eager steps, no waits, against transformers
+if wanted tests; then  # what tells most first: one model, the gates, the paged kernel, graphs against eager steps, no waits, against transformers
   pytests tests-1 110 'test_cached_steps_equal_the_full_forward' 'test_gated_activations_by_one_kernel_equal_torchs' \
     'test_paged_attention_by_this_machines_kernel_equals_gathered_attention' 'test_captured_steps_draw_what_computed_steps_draw[bfloat16-dense]' \
     'test_between_two_looks_nothing_waits_for_the_device' 'test_captured_steps_give_the_log_probs_of_transformers_on_the_cpu[dense]' || true

@@ -132,7 +132,9 @@ PACKAGES = (
     Package(TE, USED[TE], "its layers and norms, fused Adam and gradient norms on GPU: apex's or torch's are used"),
     Package(APEX, USED[APEX], "NVIDIA's fused Adam and gradient norms on GPU: transformer-engine's or torch's are used"),
     Package(FLASH, USED[FLASH], "its attention over paged KV caches on GPU, by versions from 2.5 to 2.x: by triton"),
-    Package(TRITON, USED[TRITON], "attention over paged KV caches on GPU if flash-attn is absent: caches are dense"),
+    Package(
+        TRITON, USED[TRITON], "gated activations and KV caches in one kernel on GPU; without flash-attn, too, caches are dense"
+    ),
     Package("wandb", ("wandb:init",), "logging.trackers: install the extra `wandb`"),
     Package("datasets", ("datasets:load_from_disk",), "Hugging Face data set folders as input: install the extra `datasets`"),
     Package("pyarrow", ("pyarrow.parquet:ParquetFile",), "Parquet and zstd files as input: install the extra `parquet`"),

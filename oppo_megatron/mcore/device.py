@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from textwrap import shorten
 from typing import Any
 
@@ -26,25 +25,6 @@ def on_device(values: Tensor | Sequence[Any], device: torch.device, dtype: torch
     return tensor.contiguous().pin_memory().to(device, non_blocking=True)
 
 
-@cache
-def triton_works(device: torch.device) -> bool:
-    """True if Triton is installed and a trial works, for which it needs a C compiler and Python's headers; else warns."""
-    if not usable(TRITON):
-        return False
-    from oppo_megatron.mcore.gate_kernel import triton_gate
-
-    try:
-        triton_gate(torch.zeros(1, 2, dtype=torch.bfloat16, device=device), "silu")
-    except Exception as error:
-        told = shorten(str(error), 200, placeholder=" ...")
-        failure = f"triton cannot build a kernel ({type(error).__name__}: {told})"
-        warnings.warn(
-            f"{failure}; gates are computed by several kernels, and without flash-attn KV caches are dense", stacklevel=2
-        )
-        return False
-    return True
-
-
 CPU_WORDS = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc")
 NO_KERNEL = "could not create a primitive"  # oneDNN's whole message if memory for a kernel's code is lacking
 
@@ -55,6 +35,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     text = str(error)
     on_host = isinstance(error, RuntimeError) and (text == NO_KERNEL or any(words in text for words in CPU_WORDS))
     return on_host or isinstance(error, (torch.OutOfMemoryError, MemoryError))
+
+
+def triton_runs(trial: Callable[[], object], lost: str) -> bool:
+    """True if Triton is there and `trial` works, which needs a C compiler and Python's headers; else warns of `lost`."""
+    if not usable(TRITON):
+        return False
+    try:
+        trial()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        told = shorten(str(error), 200, placeholder=" ...")
+        warnings.warn(f"triton cannot build a kernel ({type(error).__name__}: {told}); {lost}", stacklevel=2)
+        return False
+    return True
 
 
 @contextmanager

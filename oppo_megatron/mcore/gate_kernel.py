@@ -67,7 +67,7 @@ def gate_grad_tile(gate_up, grad, grads, width, limit, gain, CLAMPED: tl.constex
 
 
 def triton_gate(gate_up: Tensor, activation: str, clamp: tuple[float, float] | None = None) -> Tensor:
-    """`mcore.layers.gate`: [..., 2 F] -> [..., F]."""
+    """`mcore.layers.activated`: [..., 2 F] -> [..., F]."""
     out = gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
     return _launched(gate_tile, out, [gate_up.contiguous(), out], activation, clamp)
 
@@ -82,7 +82,9 @@ def _launched(kernel: Any, result: Tensor, tensors: list[Tensor], activation: st
     width = tensors[0].shape[-1] // 2
     size = min(MOST_NUMBERS, triton.next_power_of_2(width))
     rows, (limit, gain) = tensors[0].numel() // (2 * width), clamp or (0.0, 1.0)
-    kernel[(rows, triton.cdiv(width, size))](
-        *tensors, width, float(limit), float(gain), clamp is not None, bool(KINDS.index(activation)), size
-    )
+    limit = torch.tensor(limit, dtype=result.dtype).item()  # as torch compares
+    with torch.cuda.device_of(result):
+        kernel[(rows, triton.cdiv(width, size))](
+            *tensors, width, limit, float(gain), clamp is not None, bool(KINDS.index(activation)), size
+        )
     return result

@@ -33,12 +33,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from oppo_megatron.layout.families import AFTER, BEFORE, Traits
 from oppo_megatron.layout.kernels import LayerKind
 from oppo_megatron.mcore import compat
 from oppo_megatron.mcore.attention import Reading
-from oppo_megatron.mcore.device import triton_works
+from oppo_megatron.mcore.device import triton_runs
 
 Norm = Callable[[Tensor], Tensor]
 
@@ -140,13 +141,13 @@ def gated(gate_up: Tensor, activation: str, clamp: Clamp = None) -> Tensor:
     return _Gated.apply(gate_up, activation, clamp)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    return gated(gate_up, "silu")
-
-
 @cache
 def gate_kernels(device: torch.device) -> ModuleType | None:
-    return import_module("oppo_megatron.mcore.gate_kernel") if device.type == "cuda" and triton_works(device) else None
+    if device.type != "cuda":
+        return None
+    kernels, two = partial(import_module, "oppo_megatron.mcore.gate_kernel"), torch.zeros(1, 2, device=device)
+    lost = "gated activations take several kernels"
+    return kernels() if triton_runs(lambda: kernels().triton_gate_grad(two, two[:, :1], "silu"), lost) else None
 
 
 def activated(gate_up: Tensor, activation: str, clamp: Clamp = None) -> Tensor:
@@ -167,6 +168,7 @@ class _Gated(torch.autograd.Function):
         return activated(gate_up, activation, clamp)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (gate_up,) = ctx.saved_tensors
         if (kernels := gate_kernels(gate_up.device)) is not None:

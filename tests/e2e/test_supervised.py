@@ -23,7 +23,7 @@ from oppo_megatron.train.supervised_tasks import RewardModelling
 from tests.e2e import supervised
 from tests.e2e.supervised import Settings, hf_model, metrics, reference_loss, run, settings, token_rows, whole_loss
 from tests.support.hf import tensors_of
-from tests.support.ranks import run_ranks
+from tests.support.ranks import POOL, run_ranks
 
 
 @pytest.mark.parametrize("kind", ["sft", "rm", "prm"])
@@ -244,7 +244,14 @@ def test_a_run_ends_early_and_is_the_same_when_it_is_interrupted(inputs: Path, t
     assert summary(tmp_path / "parts")["stopped_early"] is None and len(metrics(tmp_path / "parts")) == 24
 
 
+@pytest.fixture
+def fresh_ranks() -> None:
+    """Processes that are used again remember the most that they held."""
+    POOL.close()
+
+
 @pytest.mark.long
+@pytest.mark.usefixtures("fresh_ranks")
 def test_ranks_that_share_a_long_sequence_take_what_is_planned(inputs: Path, tmp_path: Path) -> None:
     """MiB of the fullest rank for 32,768 tokens, by the number of ranks."""
     longest, text, taken = 2**15, "1+2=3, ", list[float]()
@@ -257,7 +264,7 @@ def test_ranks_that_share_a_long_sequence_take_what_is_planned(inputs: Path, tmp
         "data": {"path": tmp_path / "long.jsonl"}, "model": model, "batch_size": 1, "max_tokens": longest,
         "runtime": {"device": "cpu", "micro_batch_tokens": longest},
     }  # fmt: skip
-    for cp in (4, 2, 1):  # processes are used again, and remember the most that they held
+    for cp in (4, 2, 1):  # rising: the same processes
         chosen = settings(inputs, "sft", tmp_path / str(cp), parallel={"cp": cp}, **common)
         run_ranks(cp, "tests.e2e.supervised:train_with_few_holes", kind="sft", settings=chosen)
         told = summary(tmp_path / str(cp))
@@ -270,12 +277,13 @@ def test_ranks_that_share_a_long_sequence_take_what_is_planned(inputs: Path, tmp
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("fresh_ranks")
 def test_replicas_that_divide_experts_take_what_is_planned(inputs: Path, tmp_path: Path) -> None:
     """MiB of the fullest of two ranks."""
     sizes = {"hidden_size": 512, "num_attention_heads": 8, "intermediate_size": 1024, "num_hidden_layers": 2}
     model = {"init": {**supervised.SHAPE, **sizes, "model_type": "mixtral", "num_local_experts": 16}}
     taken = []
-    for ep in (2, 1):  # processes are used again, and remember the most that they held
+    for ep in (2, 1):  # rising: the same processes
         chosen = settings(inputs, "sft", tmp_path / str(ep), parallel={"dp": 2, "ep": ep}, model=model, batch_size=8)
         run_ranks(2, "tests.e2e.supervised:train_with_few_holes", kind="sft", settings=chosen)
         told = summary(tmp_path / str(ep))

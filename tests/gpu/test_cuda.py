@@ -77,14 +77,15 @@ def test_gated_activations_by_one_kernel_equal_torchs(device: str, monkeypatch: 
         pytest.skip("Triton does not work here (oppo doctor): torch's kernels compute gated activations")
     found, grad = [], torch.randn(70, 900, device=device, dtype=torch.bfloat16)
     values = torch.randn(70, 1800, device=device, dtype=torch.bfloat16)
+    values[:, ::9], values[:, 1::9] = 0.75, -0.75
     for kernels in (layers.gate_kernels, lambda _: None):
         monkeypatch.setattr(layers, "gate_kernels", kernels)
         for activation, clamp in ("silu", None), ("silu", (0.75, 1.7)), ("gelu_pytorch_tanh", None):
             given = values.clone().requires_grad_()
             out = layers.gated(given, activation, clamp)
-            found.append(torch.cat([out.flatten(), *torch.autograd.grad(out, given, grad)[0]]).float())
+            found.append([out.detach(), *torch.autograd.grad(out, given, grad)])
     for ours, theirs in zip(found[:3], found[3:], strict=True):
-        assert float((ours - theirs).abs().max()) < 2e-2 * float(theirs.abs().max())
+        torch.testing.assert_close(ours, theirs, rtol=1.6e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

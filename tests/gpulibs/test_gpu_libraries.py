@@ -100,7 +100,7 @@ def test_attention_through_flash_attn_is_that_of_gathered_keys(tmp_path: Path) -
 
 def test_kernels_in_triton_compute_what_torch_does_for_random_cases(tmp_path: Path) -> None:
     run("triton_job", "interpreted", tmp_path / "found.pt", library=needed("triton"))
-    for found, rounding in zip(torch.load(tmp_path / "found.pt"), (4e-6, 4e-6, 4e-5), strict=True):  # slopes, times 10
+    for found, rounding in zip(torch.load(tmp_path / "found.pt"), (4e-6, 4e-6, 4e-5), strict=True):  # GELU's slope
         assert len(found) == 200 and {dtype for dtype, _ in found} == {"torch.float32", "torch.float16"}
         for dtype, difference in found:
             assert difference < (rounding if dtype == "torch.float32" else 4e-3)
@@ -108,6 +108,6 @@ def test_kernels_in_triton_compute_what_torch_does_for_random_cases(tmp_path: Pa
 
 def test_the_triton_kernel_compiles_for_gpus_within_their_shared_memory(tmp_path: Path) -> None:
     run("triton_job", "compiled", tmp_path / "found.pt", library=needed("triton"))
-    found, (works, told) = torch.load(tmp_path / "found.pt")
+    found, (kernel, told) = torch.load(tmp_path / "found.pt")
     assert len(found) == 10 and all(code > 0 and shared < 99 * 2**10 for code, shared in found.values()), found
-    assert works is False and told[-1].startswith("triton cannot build a kernel") and "caches are dense" in told[-1]
+    assert kernel is None and told[-1].startswith("triton cannot build a kernel") and "caches are dense" in told[-1]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from oppo_megatron.mcore.layers import fixed_norm, rms_norm, swiglu
+from oppo_megatron.mcore.layers import fixed_norm, gated, rms_norm
 from tests.support.hf import CAPS, PHI_LONG, PHI_SHORT, SIZES, save_tiny, tiny_model
 from tests.support.ranks import run_ranks
 
@@ -179,7 +179,7 @@ def test_output_and_gradient_are_the_same_to_the_bit(shape: tuple[int, ...], dty
     gate_up = (5 * torch.randn(shape)).to(dtype).requires_grad_()
     grad = torch.randn(*shape[:-1], shape[-1] // 2).to(dtype)
     gate, up = torch.chunk(gate_up, 2, dim=-1)
-    both = (swiglu(gate_up), F.silu(gate) * (up + 0.0))
+    both = (gated(gate_up, "silu"), F.silu(gate) * (up + 0.0))
     (out, found), (expected_out, expected) = ((out, *torch.autograd.grad(out, gate_up, grad)) for out in both)
     assert out.dtype == found.dtype == dtype and torch.equal(out, expected_out) and torch.equal(found, expected)
 
@@ -187,7 +187,7 @@ def test_output_and_gradient_are_the_same_to_the_bit(shape: tuple[int, ...], dty
 def test_the_gradient_is_that_of_finite_differences_and_gate_and_up_alone_are_kept_for_it() -> None:
     kept: list[int] = []
     gate_up = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    assert torch.autograd.gradcheck(swiglu, (gate_up,))
+    assert torch.autograd.gradcheck(gated, (gate_up, "silu"))
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.data_ptr()), lambda tensor: tensor):
-        swiglu(gate_up)
+        gated(gate_up, "silu")
     assert kept == [gate_up.data_ptr()]

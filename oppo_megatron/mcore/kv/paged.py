@@ -6,6 +6,8 @@ Forked sequences share the full blocks of their prompt; each has its own copy of
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import cache, partial
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +17,7 @@ from torch import Tensor
 from oppo_megatron.layout.kernels import FLASH, usable
 from oppo_megatron.layout.memory import BLOCK_TOKENS
 from oppo_megatron.mcore.attention import LEAST_CAPABILITY, Reading, WithSinks
-from oppo_megatron.mcore.device import on_device, triton_works
+from oppo_megatron.mcore.device import on_device, triton_runs
 from oppo_megatron.mcore.kv.cached_plan import CallPlan, PagedCall, StepPlan, StepRows
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 
@@ -40,12 +42,16 @@ def find_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel | None:
     return PagedKernel(flash_attn, triton and triton.turn) if usable(FLASH) else triton
 
 
+@cache
 def by_triton(device: torch.device) -> PagedKernel | None:
-    if not triton_works(device):
+    kernels = partial(import_module, "oppo_megatron.mcore.kv.triton_kernel")
+    one_1, pool = torch.ones(1, dtype=torch.int32, device=device), torch.zeros(1, 16, 1, 16, dtype=torch.bfloat16, device=device)
+    call = PagedCall(one_1[:, None] - 1, one_1, one_1, 1, 1)
+    if not triton_runs(
+        lambda: kernels().triton_attention(pool[0, :1], pool, pool, call, 1.0), "without flash-attn KV caches are dense"
+    ):
         return None
-    from oppo_megatron.mcore.kv.triton_kernel import triton_attention, triton_turn
-
-    return PagedKernel(triton_attention, triton_turn)
+    return PagedKernel(kernels().triton_attention, kernels().triton_turn)
 
 
 def flash_attn(
