@@ -238,7 +238,7 @@ def _in_layers(model: Model, call: Call) -> float:
     gates = 6 if adapted & _GATES else 3  # gate and up, and what adapters add to them, and the sum; or silu's result
     own, down, joined = (model.hidden * (3 if name in adapted else 1) for name in ("", "down_proj", "o_proj"))
     summed = 2 * model.hidden  # the output, and its sum with the states
-    feed_forward = call.tokens * max(own + gates * model.ffn, down + model.ffn, summed) * width
+    feed_forward = call.tokens * max(own + gates * model.ffn, down + 3 * model.ffn, summed) * width
     if (experts := experts_of(model.shape)) is not None:  # the host does not wait to leave out pairs of other ranks
         inputs, ffn = experts.active * model.hidden, model.ffn * model.tp
         clamped = 5 * ffn + model.hidden if experts.clamp else 0.0

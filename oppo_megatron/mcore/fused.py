@@ -91,7 +91,8 @@ class _FusedLayer:
     def transform(self, x_TH: Tensor, plan: CachedPlan) -> Tensor:
         if self.experts is not None:
             return self.experts.part(self.mlp_norm(x_TH), plan)
-        return self.down(activated(self.gate_up(self.mlp_norm(x_TH)), self.activation))
+        gate_up = self.gate_up(self.mlp_norm(x_TH))  # the normed states are freed at once
+        return self.down(activated(gate_up, self.activation))
 
 
 def _bias(linear: Any) -> Tensor | None:
