@@ -130,10 +130,9 @@ ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[..., Tensor]]]
     "gelu_pytorch_tanh": (partial(F.gelu, **_TANH), partial(torch.ops.aten.gelu_backward.grad_input, **_TANH)),
 }
 """By its name in transformers: an activation, and its gradient, from the output's gradient and the input."""
-Clamp = tuple[float, float] | None
 
 
-def gated(gate_up: Tensor, activation: str, clamp: Clamp = None) -> Tensor:
+def gated(gate_up: Tensor, activation: str, clamp: tuple[float, float] | None = None) -> Tensor:
     """Gated activation (Shazeer 2020), activation(gate) * up: [T, ..., 2 F] -> [T, ..., F].
 
     `clamp`: limit l and gain a of silu(a min(gate, l)) / a * (1 + max(-l, min(up, l))) (GPT-OSS).
@@ -150,7 +149,7 @@ def gate_kernels(device: torch.device) -> ModuleType | None:
     return kernels() if triton_runs(lambda: kernels().triton_gate_grad(two, two[:, :1], "silu"), lost) else None
 
 
-def activated(gate_up: Tensor, activation: str, clamp: Clamp = None) -> Tensor:
+def activated(gate_up: Tensor, activation: str, clamp: tuple[float, float] | None = None) -> Tensor:
     """Return `gated` without a gradient."""
     if (kernels := gate_kernels(gate_up.device)) is not None:
         return kernels.triton_gate(gate_up, activation, clamp)
@@ -162,7 +161,7 @@ class _Gated(torch.autograd.Function):
     """Recomputes the activation backward; megatron-core keeps two more tensors."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, activation: str, clamp: Clamp) -> Tensor:
+    def forward(ctx: Any, gate_up: Tensor, activation: str, clamp: tuple[float, float] | None) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.activation, ctx.clamp = activation, clamp
         return activated(gate_up, activation, clamp)
@@ -186,7 +185,7 @@ class _Gated(torch.autograd.Function):
         return grads, None, None
 
 
-def _halves(gate_up: Tensor, clamp: Clamp) -> tuple[Tensor, Tensor]:
+def _halves(gate_up: Tensor, clamp: tuple[float, float] | None) -> tuple[Tensor, Tensor]:
     gate, up = gate_up.chunk(2, dim=-1)
     if clamp is None:
         return gate, up

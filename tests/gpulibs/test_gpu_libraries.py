@@ -106,7 +106,7 @@ def test_kernels_in_triton_compute_what_torch_does_for_random_cases(tmp_path: Pa
             assert difference < (rounding if dtype == "torch.float32" else 4e-3)
 
 
-def test_the_triton_kernel_compiles_for_gpus_within_their_shared_memory(tmp_path: Path) -> None:
+def test_kernels_in_triton_compile_for_gpus_within_their_shared_memory(tmp_path: Path) -> None:
     run("triton_job", "compiled", tmp_path / "found.pt", library=needed("triton"))
     found, (kernel, told) = torch.load(tmp_path / "found.pt")
     assert len(found) == 10 and all(code > 0 and shared < 99 * 2**10 for code, shared in found.values()), found

@@ -191,3 +191,6 @@ def test_the_gradient_is_that_of_finite_differences_and_gate_and_up_alone_are_ke
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.data_ptr()), lambda tensor: tensor):
         gated(gate_up, "silu")
     assert kept == [gate_up.data_ptr()]
+    (grad,) = torch.autograd.grad(gated(gate_up, "silu").square().sum(), gate_up, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()

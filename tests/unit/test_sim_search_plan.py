@@ -366,9 +366,10 @@ def test_plans_are_played_until_no_other_can_win() -> None:
 
     few = {"RESPONSES": (32, 64), "FEW": 1, "MANY": 2, "WARM_UP": 1, "LONG": 2, "LONG_RESPONSES": 64}
     with mock.patch.multiple(playing, play_plan=watched, **few):
-        best = playing.play_plans(TASK, planned(), 1)
+        best = playing.play_plans(TASK, planned(), 1, (told := list[str]()).append)
     count = len({id(plan) for plan, _ in seen})
     assert 1 < count < len(planned()) and len(best) == 1
+    assert [line.split(": ")[1] for line in told[:-1]] == [f"{number} played for 1 steps" for number in range(count)]
     first = seen[:count]
     ratio = min(1.0, *(seconds * 1e9 / plan.step_ns for plan, seconds in first))
     assert planned()[count].step_ns * ratio > 1e9 * min(seconds for _, seconds in first)
