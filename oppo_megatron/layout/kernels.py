@@ -120,6 +120,11 @@ def kernel_table(available: Available) -> list[Kernels]:
             "gradient norm", f"fused, of {library}" if fused else "megatron-core's own", None if fused else f"fused: {absent}"
         ),
         _attention(available),
+        Kernels(
+            "context parallelism",
+            "gathered keys and values" if problem else f"ring of {TE} {te}",
+            None if problem is None else f"{TE}'s ring: {problem}",
+        ),
         Kernels("FP8", "off: log-probs of decoding would differ from training's"),
     ]
 

@@ -26,9 +26,9 @@ def needed(library: str) -> Path:
     return FOLDER / library
 
 
-def run(module: str, *arguments: object, library: Path | None = None) -> None:
-    """A job in a process of its own, where the library is found before any other."""
-    path = python_path(*(part for part in (library, ROOT) if part is not None))
+def run(module: str, *arguments: object, library: Path | None = None, beside: Path | None = None) -> None:
+    """A job in a process of its own, where the libraries are found before any other."""
+    path = python_path(*(part for part in (library, beside, ROOT) if part is not None))
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", f"tests.gpulibs.{module}", *map(str, arguments)], cwd=ROOT,
         env=os.environ | {"PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
@@ -70,6 +70,20 @@ def test_a_model_of_transformer_engines_layers_computes_what_torchs_does(transfo
         assert torch.equal(theirs["fused"], ours["fused"])
         for path in ("whole", "module"):
             assert farthest(theirs[path], ours[path]) < 1e-4 < float(ours[path].abs().max())
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_transformer_engines_ring_computes_what_gathered_keys_do(size: int, transformer_engine: Path, tmp_path: Path) -> None:
+    run("ring_job", tmp_path, size, library=transformer_engine, beside=needed("flash_attn"))
+    for rank in range(size):
+        found = torch.load(tmp_path / f"{size}-{rank}.pt")
+        by_ring = {"no window", "a wide window"}
+        for name, gathered in found["gathered"].items():
+            assert (found["sent"][name] == 2 * size - 1) is (name in by_ring) and (name in by_ring or not found["sent"][name])
+            told = [text for text in found["warned"][name] if text.startswith("transformer-engine")]
+            assert len(told) == (name == "no kernel") and all("backend is available" in text for text in told)
+            for ours, theirs in zip(gathered, found["ring"][name], strict=True):
+                assert farthest(ours, theirs) <= (0.004 if name in by_ring else 0) < 1 < float(ours.abs().max())
 
 
 @pytest.mark.parametrize("library", ["transformer_engine", "apex"])

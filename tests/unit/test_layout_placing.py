@@ -288,6 +288,7 @@ def test_what_can_be_imported_is_found_and_the_table_names_it_and_what_is_missin
     found = table(Available(transformer_engine="2.12.0", apex="0.1", flash_attn="2.8.3", cuda=True))
     assert found["layers and norms"] == ("transformer-engine 2.12.0", None)
     assert found["Adam"] == found["gradient norm"] == ("fused, of transformer-engine 2.12.0", None)
+    assert found["context parallelism"] == ("ring of transformer-engine 2.12.0", None)
     assert "flash-attn 2.8.3 with block tables" in found["attention"][0]
     found = table(Available(apex="0.1", cuda=True))
     assert found["Adam"] == found["gradient norm"] == ("fused, of apex 0.1", None)
@@ -295,6 +296,8 @@ def test_what_can_be_imported_is_found_and_the_table_names_it_and_what_is_missin
     found = table(Available())
     assert found["Adam"] == ("fused, of torch", None) and "CUDA devices only" in str(found["layers and norms"][1])
     assert found["gradient norm"][1] == "fused: it computes on CUDA devices only"
+    by_torch = ("gathered keys and values", "transformer-engine's ring: it computes on CUDA devices only")
+    assert found["context parallelism"] == by_torch
     found = table(Available(cuda=True))
     assert found["gradient norm"][1] == "fused: transformer-engine is not installed, and NVIDIA's apex is not installed"
     lacking = "block tables: flash-attn is not installed, triton is not installed"
