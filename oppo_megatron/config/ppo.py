@@ -108,7 +108,8 @@ class RolloutConfig(Section):
     router_replay: bool = Field(
         True,
         description="of a policy with experts: train each token with the experts that it was drawn with "
-        "([R3](https://arxiv.org/abs/2510.11370)), so that rounding cannot choose others",
+        "([R3](https://arxiv.org/abs/2510.11370)), so that rounding cannot choose others; the initial actor as the "
+        "reference takes them, too",
     )
     forced_lengths: Annotated[Given | None, Unit("tokens, nats")] = Field(
         None,

@@ -133,7 +133,8 @@ class RoleBuilder:
                     False
                 )
             temperature = config.algorithm.temperature(config.rollout.temperature)
-            workers[name] = ScoringWorker(name, model, self._cache(name, model), temperature=temperature)
+            replays = name == "reference" and config.reference is None and config.rollout.router_replay
+            workers[name] = ScoringWorker(name, model, self._cache(name, model), temperature=temperature, replays=replays)
         return workers
 
     def trained_roles(self, total_steps: int) -> dict[str, TrainedRole]:
