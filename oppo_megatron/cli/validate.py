@@ -129,7 +129,9 @@ PACKAGES = (
     Package("torch", ("torch:Tensor",)),
     Package("megatron-core", ("megatron.core:ModelParallelConfig",)),
     Package("transformers", ("transformers:PreTrainedTokenizerFast",)),
-    Package(TE, USED[TE], "its layers and norms, fused Adam and gradient norms on GPU: apex's or torch's are used"),
+    Package(
+        TE, USED[TE], "its layers, norms and ring attention, fused Adam and gradient norms on GPU: apex's or torch's are used"
+    ),
     Package(APEX, USED[APEX], "NVIDIA's fused Adam and gradient norms on GPU: transformer-engine's or torch's are used"),
     Package(FLASH, USED[FLASH], "its attention over paged KV caches on GPU, by versions from 2.5 to 2.x: by triton"),
     Package(

@@ -58,16 +58,16 @@ def use_once(groups: Iterable[dist.ProcessGroup | None], device: torch.device) -
             dist.all_reduce(torch.zeros(1, device=device), group=group)
 
 
-def use_ring_once(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Make an interleaved pipeline's communicators in one order; a ring of two uses the world's, too."""
+def use_ring_once(group: dist.ProcessGroup, device: torch.device, over: Sequence[dist.ProcessGroup | None]) -> None:
+    """Make the communicators of a ring's neighbours in one order, `over` each of these groups (None: the world)."""
     rank = dist.get_rank()
     for first, second in ring_pairs(dist.get_process_group_ranks(group)):
-        for over in (group, None) if group.size() == 2 else (group,):
+        for each in over:
             number = torch.zeros(1, device=device)
             if rank == first:
-                dist.send(number, second, over)
+                dist.send(number, second, each)
             elif rank == second:
-                dist.recv(number, first, over)
+                dist.recv(number, first, each)
 
 
 def ring_pairs(ranks: Sequence[int]) -> list[tuple[int, int]]:

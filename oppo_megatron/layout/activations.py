@@ -143,7 +143,9 @@ class Model:
         attention = 0.0
         if train.cp > 1:  # gradients of gathered keys and values: of both stretches, and of all tokens with their sum
             attention = tokens * 2 * (self.query + (3 * train.cp + 0.5) * self.key)
-            attention += 0 if train.recompute == "none" else tokens * 2 * (train.cp + 0.5) * self.key
+            again = 0 if train.recompute == "none" else tokens * 2 * (train.cp + 0.5) * self.key
+            ring = tokens * ((train.cp + 4 * bool(again)) * self.query + 2 * self.key) + again  # outputs of all parts
+            attention = max(attention + again, 0 if self.on_cpu else ring)
             masks = PIECE if self.on_cpu else tokens if self.dtype == "float32" else 0  # for each position of a sequence
             attention += masks * tokens * train.cp
         return max(max(down, gates, up, sums, attention) * self.width, norms, self.composed(tokens, tokens, made=6))

@@ -122,7 +122,7 @@ def kernel_table(available: Available) -> list[Kernels]:
         _attention(available),
         Kernels(
             "context parallelism",
-            "gathered keys and values" if problem else f"ring of {TE} {te}",
+            "gathered keys and values" if problem else f"ring of {TE} {te} in bfloat16 and float16, else gathered keys",
             None if problem is None else f"{TE}'s ring: {problem}",
         ),
         Kernels("FP8", "off: log-probs of decoding would differ from training's"),

@@ -20,9 +20,11 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from oppo_megatron.cluster.process_groups import use_ring_once
 from oppo_megatron.layout.kernels import TE, usable
 from oppo_megatron.mcore.attention import CausalSpans, PackedPlan, binding
 from oppo_megatron.mcore.device import on_device
+from oppo_megatron.mcore.groups import RoleGroups
 
 
 class SequenceShare:
@@ -124,10 +126,18 @@ def ring_attention(q_SND: Tensor, k_SGD: Tensor, v_SGD: Tensor, scale: float, sh
         out: Tensor = attention(
             q_SND, k_SGD, v_SGD, cu_seqlens_q=share.ends, cu_seqlens_kv=share.ends, max_seqlen_q=longest, max_seqlen_kv=longest
         )
-    except ValueError as error:  # it finds no kernel, which it looks for before it sends anything
+    except ValueError as error:  # it looks for a kernel before it sends anything
+        if "No dot product attention" not in str(error):
+            raise
         warnings.warn(f"{TE}: {error} Keys and values are gathered instead.", stacklevel=2)
         return None
     return out.view_as(q_SND)
+
+
+def connect_ring(groups: RoleGroups, device: torch.device) -> None:
+    """Make the communicators of `ring_attention`, before other messages wait for the device."""
+    if groups.cp > 1 and device.type == "cuda" and usable(TE):
+        use_ring_once(groups.context, device, [groups.context])
 
 
 @cache

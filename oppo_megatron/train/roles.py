@@ -16,6 +16,7 @@ from oppo_megatron.config.run import TrainConfig
 from oppo_megatron.engine.executor import Links, build_links
 from oppo_megatron.layout.hf_layout import Head
 from oppo_megatron.layout.placements import RolePlacement, round_placements, training_placements
+from oppo_megatron.mcore.context import connect_ring
 from oppo_megatron.mcore.device import on_device
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.model import RoleModel
@@ -160,5 +161,8 @@ def build_topology(config: TrainConfig, device: torch.device) -> Topology:
     links.use_once(device)
     for name, role in training.items():
         if role is not None and config.trained[name].train.vpp > 1:
-            use_ring_once(role.collection.pp, device)
+            stages = role.collection.pp
+            use_ring_once(stages, device, [stages, None] if stages.size() == 2 else [stages])  # an interleaved pipeline of two
+        if role is not None:
+            connect_ring(role, device)
     return Topology(site, trained, groups, training, links, across, relay)

@@ -28,6 +28,7 @@ from oppo_megatron.data.supervised_rows import BEGINNING, Passed, batches, load_
 from oppo_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from oppo_megatron.errors import CheckpointError, ConfigError
 from oppo_megatron.layout.shape import check_shape
+from oppo_megatron.mcore.context import connect_ring
 from oppo_megatron.mcore.groups import RoleGroups, build_groups
 from oppo_megatron.mcore.model import RoleModel
 from oppo_megatron.mcore.roles import load_role
@@ -201,6 +202,7 @@ def train_supervised(config: SupervisedConfig, task: Task[RowT], world: World, p
     groups = build_groups(range(world.size), layout.tp, layout.pp, "model", cp=layout.cp, ep=layout.ep)
     assert groups is not None, "every rank of the world is one of the model's"
     use_once([None, *groups.made], world.device)  # held-out figures use the world's
+    connect_ring(groups, world.device)
     tokenizer = load_tokenizer(config.tokenizer, config.model.checkpoint)
     problems: list[str] = []
     for name, model in config.models.items():  # by config.json alone

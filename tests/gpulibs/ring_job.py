@@ -1,8 +1,10 @@
-"""Context parallelism by transformer-engine's ring, whose kernels are replaced: `python -m tests.gpulibs.ring_job FOLDER SIZE`.
+"""Transformer-engine's ring with kernels replaced: `python -m tests.gpulibs.ring_job FOLDER SIZE KERNELS`.
 
-Each rank leaves outputs and gradients of both ways in FOLDER.  The messages are real ones, by gloo."""
+The last SIZE of three ranks leave outputs and gradients of both ways in FOLDER.  The messages are real ones, by gloo; KERNELS are
+flash-attn's or cuDNN's."""
 
 import importlib.metadata
+import inspect
 import os
 import sys
 import warnings
@@ -16,7 +18,6 @@ from unittest import mock
 from tests.gpulibs.stubs import COMPILED, import_transformer_engine, stand_in
 
 stand_in(COMPILED)
-os.environ["NVTE_FUSED_ATTN"] = "0"  # cuDNN's kernels: flash-attn's are taken, whose arithmetic follows
 os.environ["TORCHDYNAMO_DISABLE"] = "1"
 versions = importlib.metadata.version
 with mock.patch.object(importlib.metadata, "version", lambda name: "2.8.3" if name == "flash-attn" else versions(name)):
@@ -31,11 +32,14 @@ from torch import Tensor, multiprocessing  # noqa: E402
 from transformer_engine.pytorch import cpp_extensions  # noqa: E402
 from transformer_engine.pytorch.attention.dot_product_attention import context_parallel  # noqa: E402
 
+from oppo_megatron.cluster.process_groups import use_ring_once  # noqa: E402
 from oppo_megatron.mcore import compat  # noqa: E402
 from oppo_megatron.mcore.context import ContextPlan, SequenceShare  # noqa: E402
 
 LENGTHS = [37, 3, 1, 64]  # filled up: to 40, 4, 4 and 64 for two ranks
-HEADS, KV_HEADS, DIM = 4, 2, 16
+HEADS, KV_HEADS, DIM, SCALE = 4, 2, 16, 0.3  # not transformer-engine's own scale, DIM**-0.5
+RANKS, CPU = 3, torch.device("cpu")
+CAPABILITY = {"flash-attn": (8, 0), "cuDNN": (9, 0)}  # of GPUs on which transformer-engine prefers them
 sent: list[Any] = []  # messages of the ring
 
 
@@ -83,6 +87,28 @@ def varlen_bwd(
     return dq, dk, dv, q.new_empty(0)
 
 
+def fused_fwd(given: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+    """As cuDNN: log-sums [T, N, 1]."""
+    lengths = given["cu_seqlens_q"], given["cu_seqlens_kv"]
+    assert all(torch.equal(ends, given[f"cu_seqlens_{x}_padded"]) for ends, x in zip(lengths, ("q", "kv"), strict=True))
+    most, causal = (given["max_seqlen_q"], given["max_seqlen_kv"]), given["attn_mask_type"] == "padding_causal"
+    tensors = given["q"], given["k"], given["v"]
+    out, log_sums, _, dice = varlen_fwd(
+        *tensors, None, *lengths, None, None, None, None, *most, given["dropout"], given["attn_scale"], False, causal
+    )
+    return out, [log_sums.t().unsqueeze(-1).contiguous(), dice]
+
+
+def fused_bwd(given: dict[str, Any]) -> tuple[Tensor, ...]:
+    lengths, most = (given["cu_seqlens_q"], given["cu_seqlens_kv"]), (given["max_seqlen_q"], given["max_seqlen_kv"])
+    tensors, causal = (given["q"], given["k"], given["v"]), given["attn_mask_type"] == "padding_causal"
+    log_sums = given["aux_ctx_tensors"][0][..., 0].t()
+    return varlen_bwd(
+        given["d_o"], *tensors, given["o"], log_sums, *map(torch.empty_like, tensors), *lengths, None, *most,
+        given["dropout"], given["attn_scale"], False, causal,
+    )  # fmt: skip
+
+
 def half(ends: Tensor, which: int) -> Tensor:
     """Positions of the first or second half of each sequence."""
     return torch.cat([torch.arange(a, b).chunk(2)[which] for a, b in ends.unfold(0, 2, 1).tolist()])
@@ -128,17 +154,23 @@ class WaitsOnce:
 
 
 @contextmanager
-def tensors_on_cuda() -> Iterator[None]:
-    """Tensors say that they are on a CUDA device, of the first kind that flash-attn can use."""
+def tensors_on_cuda(kernels: str) -> Iterator[None]:
+    """Tensors say that they are on a CUDA device on which these kernels are taken."""
     with ExitStack() as stack:
         replaced: list[tuple[Any, str, Any]] = [
             (torch.Tensor, "is_cuda", property(lambda self: True)), (torch.cuda, "stream", lambda stream: nullcontext()),
-            (te_utils, "_get_device_compute_capability", lambda device: (8, 0)),
+            (te_utils, "_get_device_compute_capability", lambda device: CAPABILITY[kernels]),
             *((torch.cuda, name, Instant) for name in ("Stream", "Event", "current_stream")),
         ]  # fmt: skip
         for where, name, value in replaced:
             stack.enter_context(mock.patch.object(where, name, value, create=True))
         yield
+
+
+def call_bound(signature: inspect.Signature, function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    bound = signature.bind(*given, **named)
+    bound.apply_defaults()
+    return function(bound.arguments)
 
 
 def replace_kernels() -> None:
@@ -154,6 +186,10 @@ def replace_kernels() -> None:
     for name in ("forward", "backward"):
         operation = getattr(flash_attn_interface, f"_flash_attn_varlen_{name}")
         operation.register_kernel("cpu", operation._init_fn)  # its own, which is for CUDA devices only
+    for name, fused in {"fused_attn_fwd": fused_fwd, "fused_attn_bwd": fused_bwd}.items():
+        signature = inspect.signature(getattr(context_parallel, name))
+        setattr(context_parallel, name, partial(call_bound, signature, fused))
+    tex.get_fused_attn_backend = lambda *_: cpp_extensions.fused_attn.FusedAttnBackend["F16_arbitrary_seqlen"]
     cpp_extensions.get_cudnn_version = lambda: 91000
     tex.thd_read_half_tensor = lambda x, ends, which: x[half(ends, which)]
     tex.thd_read_second_half_lse = lambda x, ends, packed, length: x[:, half(ends, 1)].contiguous()
@@ -164,9 +200,8 @@ def replace_kernels() -> None:
 class Case:
     """A rank's tensors for sequences of these lengths, and a pull at the outputs."""
 
-    def __init__(self, lengths: list[int], dtype: torch.dtype = torch.float16):
-        assert dist.group.WORLD is not None
-        share = SequenceShare(lengths, [0], dist.group.WORLD, torch.device("cpu"), 4)
+    def __init__(self, group: dist.ProcessGroup, lengths: list[int], dtype: torch.dtype = torch.float16):
+        share = SequenceShare(lengths, [0], group, CPU, 4)
         self.plan = ContextPlan(share, (torch.ones(64, DIM), torch.zeros(64, DIM)), share.size + 2)
         generator = torch.Generator().manual_seed(dist.get_rank())
         self.query, self.key, self.value, self.pull = (
@@ -176,36 +211,45 @@ class Case:
     def attend(self, **options: Any) -> list[Tensor]:
         """Output and gradients."""
         leaves = [x.clone().requires_grad_() for x in (self.query, self.key, self.value)]
-        out = self.plan.attend(0, *leaves, DIM**-0.5, **options)
+        out = self.plan.attend(0, *leaves, SCALE, **options)
         out.backward(self.pull.flatten(1))
         return [out.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def compare(rank: int, folder: str, size: int) -> None:
+def compare(rank: int, folder: str, size: int, kernels: str) -> None:
     replace_kernels()
     compat.install()
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store{size}", rank=rank, world_size=size)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    group = dist.new_group(range(RANKS - size, RANKS))
+    if isinstance(group, dist.ProcessGroup):
+        compare_on(group, folder, kernels)
+    dist.barrier()
+
+
+def compare_on(group: dist.ProcessGroup, folder: str, kernels: str) -> None:
+    use_ring_once(group, CPU, [group])
     sinks = torch.linspace(-1, 1, HEADS, dtype=torch.float16)
-    whole, other = Case(LENGTHS), Case(LENGTHS[:2])
+    whole, other = Case(group, LENGTHS), Case(group, LENGTHS[:2])
     cases: dict[str, Callable[[], list[Tensor]]] = {
         "no window": whole.attend,
         "a wide window": partial(whole.attend, window=66),
         "a window": partial(whole.attend, window=5),
         "a cap": partial(whole.attend, cap=3.0),
         "sinks": partial(whole.attend, sinks=sinks),
-        "float32": Case(LENGTHS, torch.float32).attend,
+        "float32": Case(group, LENGTHS, torch.float32).attend,
         "no kernel": other.attend,
     }
     found: dict[str, Any] = {"gathered": {name: run() for name, run in cases.items()}, "ring": {}, "sent": {}, "warned": {}}
     for name, run in cases.items():
         os.environ["NVTE_FLASH_ATTN"] = str(int(name != "no kernel"))
+        os.environ["NVTE_FUSED_ATTN"] = str(int(name != "no kernel" and kernels == "cuDNN"))
         sent.clear()
-        with tensors_on_cuda(), warnings.catch_warnings(record=True) as told:
+        with tensors_on_cuda(kernels), warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             found["ring"][name] = run()
         found["sent"][name], found["warned"][name] = len(sent), [str(each.message) for each in told]
-    torch.save(found, Path(folder) / f"{size}-{rank}.pt")
+    torch.save(found, Path(folder) / f"{group.rank()}.pt")
 
 
 if __name__ == "__main__":
-    multiprocessing.spawn(compare, (sys.argv[1], int(sys.argv[2])), nprocs=int(sys.argv[2]))
+    multiprocessing.spawn(compare, (sys.argv[1], int(sys.argv[2]), sys.argv[3]), nprocs=RANKS)

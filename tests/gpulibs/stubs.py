@@ -57,7 +57,9 @@ class _Anything(type):
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Anything(name, (_Thing,), {})
+        found = _Anything(name, (_Thing,), {})
+        setattr(cls, name, found)  # the same again, as a member of an enumeration
+        return found
 
     def __int__(cls) -> int:
         return 0

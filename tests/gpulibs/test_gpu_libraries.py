@@ -72,18 +72,20 @@ def test_a_model_of_transformer_engines_layers_computes_what_torchs_does(transfo
             assert farthest(theirs[path], ours[path]) < 1e-4 < float(ours[path].abs().max())
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_transformer_engines_ring_computes_what_gathered_keys_do(size: int, transformer_engine: Path, tmp_path: Path) -> None:
-    run("ring_job", tmp_path, size, library=transformer_engine, beside=needed("flash_attn"))
+@pytest.mark.parametrize(("size", "kernels"), [(2, "flash-attn"), (3, "flash-attn"), (3, "cuDNN")])
+def test_transformer_engines_ring_computes_what_gathered_keys_do(
+    size: int, kernels: str, transformer_engine: Path, tmp_path: Path
+) -> None:
+    run("ring_job", tmp_path, size, kernels, library=transformer_engine, beside=needed("flash_attn"))
     for rank in range(size):
-        found = torch.load(tmp_path / f"{size}-{rank}.pt")
+        found = torch.load(tmp_path / f"{rank}.pt")
         by_ring = {"no window", "a wide window"}
         for name, gathered in found["gathered"].items():
             assert (found["sent"][name] == 2 * size - 1) is (name in by_ring) and (name in by_ring or not found["sent"][name])
             told = [text for text in found["warned"][name] if text.startswith("transformer-engine")]
             assert len(told) == (name == "no kernel") and all("backend is available" in text for text in told)
-            for ours, theirs in zip(gathered, found["ring"][name], strict=True):
-                assert farthest(ours, theirs) <= (0.004 if name in by_ring else 0) < 1 < float(ours.abs().max())
+            for ours, theirs in zip(gathered, found["ring"][name], strict=True):  # 0.008: two steps of float16 from 4 to 8
+                assert farthest(ours, theirs) <= (0.008 if name in by_ring else 0) < 1 < float(ours.abs().max())
 
 
 @pytest.mark.parametrize("library", ["transformer_engine", "apex"])

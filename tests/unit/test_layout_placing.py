@@ -288,7 +288,7 @@ def test_what_can_be_imported_is_found_and_the_table_names_it_and_what_is_missin
     found = table(Available(transformer_engine="2.12.0", apex="0.1", flash_attn="2.8.3", cuda=True))
     assert found["layers and norms"] == ("transformer-engine 2.12.0", None)
     assert found["Adam"] == found["gradient norm"] == ("fused, of transformer-engine 2.12.0", None)
-    assert found["context parallelism"] == ("ring of transformer-engine 2.12.0", None)
+    assert found["context parallelism"] == ("ring of transformer-engine 2.12.0 in bfloat16 and float16, else gathered keys", None)
     assert "flash-attn 2.8.3 with block tables" in found["attention"][0]
     found = table(Available(apex="0.1", cuda=True))
     assert found["Adam"] == found["gradient norm"] == ("fused, of apex 0.1", None)
