@@ -108,8 +108,7 @@ class RolloutConfig(Section):
     router_replay: bool = Field(
         True,
         description="of a policy with experts: train each token with the experts that it was drawn with "
-        "([R3](https://arxiv.org/abs/2510.11370)), so that rounding cannot choose others; the initial actor as the "
-        "reference takes them, too",
+        "([R3](https://arxiv.org/abs/2510.11370)), so that rounding cannot choose others",
     )
     forced_lengths: Annotated[Given | None, Unit("tokens, nats")] = Field(
         None,

@@ -21,7 +21,7 @@ from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.engine.stream import DRAWN, ChunkOutlet, gather_rows
 from oppo_megatron.mcore.batch import MicroBatch, join_rows, pack_responses
 from oppo_megatron.mcore.device import CapturedSteps, memory_for, on_device, run_eagerly, too_many_sequences, too_many_tokens
-from oppo_megatron.mcore.experts import BYTES, Routing, route_bytes, route_content
+from oppo_megatron.mcore.experts import BYTES, Routing, replay, route_bytes, route_content
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.mcore.training import forward_rows
@@ -37,11 +37,12 @@ class DecodeWorker(CacheWorker):
         outlet: ChunkOutlet | None = None, sync_steps: int = 1, keep_routes: bool = False,
     ):  # fmt: skip
         """With one pipeline stage the host reads drawn tokens only every `sync_steps` steps."""
-        super().__init__(model, cache, keep_routes)
+        super().__init__(model, cache)
         self.outlet, self.sampling, self.stopping = outlet, sampling, stopping
         self._sync_steps = sync_steps if model.groups.pp == 1 else 1
         self._resident: dict[int, DeviceLane] = {}  # by micro-batch
         self._begun: DecodeRound | None = None
+        self._routed = model.shape if keep_routes and model.shape.experts is not None else None
         self._width = DRAWN + (0 if self._routed is None else route_bytes(self._routed) // BYTES)  # numbers of a drawn token
         captures = self._sync_steps > 1 and cache.device.type == "cuda"
         self.captured = CapturedSteps(cache.device, model.parameters) if captures else None
@@ -178,9 +179,13 @@ class DecodeWorker(CacheWorker):
 
     def _prefill(self, micro_batch: int) -> int:
         batch, hidden = self.in_slot_order(self._round.work.prefill[micro_batch]), self._round.hidden
-        growing = {g.seq_id: self._round.growing[g.seq_id] for g in batch}
-        sequences, routes = ({i: getattr(g, name) for i, g in growing.items()} for name in ("tokens", "routes"))
-        hidden[micro_batch] = self.append(batch, sequences, routes, hidden.get(micro_batch), self._round.taken)
+        growing, routing = self._round.growing, None
+        sequences = {g.seq_id: growing[g.seq_id].tokens for g in batch}
+        if self._routed is not None:  # tokens that are cached again take their experts again, as in training
+            routes = [route for g in batch for route in growing[g.seq_id].routes[g.past : g.past + g.new]]
+            if any(routes):
+                routing = replay(routes, torch.arange(len(routes), device=self.cache.device), len(routes), self._routed)
+        hidden[micro_batch] = self.append(batch, sequences, hidden.get(micro_batch), self._round.taken, routing)
         return sum(g.new for g in batch)
 
     def _decode(self, action: Action) -> int:

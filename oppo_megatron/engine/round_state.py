@@ -8,12 +8,11 @@ from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from oppo_megatron.chunks import FREE, Chunk, ChunkRow, ChunkRows, FinishReason, Orders, StopSignal, merge_rows
 from oppo_megatron.mcore.device import on_device
-from oppo_megatron.mcore.experts import replay
+from oppo_megatron.mcore.experts import Routing
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel, step
 from oppo_megatron.records import Rollout
@@ -53,11 +52,9 @@ class TakenUp:
 
 
 class CacheWorker:
-    def __init__(self, model: RoleModel, cache: SequenceCache, routed: bool):
-        """`routed`: response tokens of a model with experts take the experts that they were drawn with."""
+    def __init__(self, model: RoleModel, cache: SequenceCache):
         self.model, self.cache = model, cache
         self._weight = next(model.parameters())
-        self._routed = model.shape if routed and model.shape.experts is not None else None
 
     def restore(self, stored: Mapping[int, Tensor]) -> None:
         for seq_id, cached in stored.items():
@@ -70,8 +67,8 @@ class CacheWorker:
         return self._weight.new_empty(num_tokens, 1, self.model.shape.hidden_size)
 
     def append(
-        self, batch: Batch, sequences: Mapping[int, list[int]], routes: Mapping[int, list[str]], hidden: Tensor | None,
-        taken: TakenUp | None,
+        self, batch: Batch, sequences: Mapping[int, list[int]], hidden: Tensor | None, taken: TakenUp | None,
+        routing: Routing | None = None,
     ) -> Tensor:  # fmt: skip
         """Cache new tokens; return the stage's output, on the last stage only for the last `rows` tokens of each growth."""
         if taken is not None:
@@ -84,11 +81,6 @@ class CacheWorker:
             assert hidden is not None
             inputs = hidden
         seq_ids, lens = [g.seq_id for g in batch], [g.new for g in batch]
-        routing = None
-        if self._routed is not None:
-            given = [route for g in batch for route in routes[g.seq_id][g.past : g.past + g.new]]
-            if any(given):
-                routing = replay(given, torch.arange(len(given), device=device), len(given), self._routed)
         out = step(self.model, self.cache, seq_ids, lens, inputs, on_device(rows, device), routing)
         if taken is not None:
             taken.prefilled(batch)
@@ -101,16 +93,12 @@ the logits are valid).
 """
 
 
-def routes_by_position(rollout: Rollout) -> list[str]:
-    return [FREE] * (len(rollout.prompt.tokens) - 1) + (rollout.routes or [FREE] * len(rollout.tokens))
-
-
 class Growing:
     def __init__(self, rollout: Rollout, limit: int, version: int):
         """A rollout during a round.  `limit`: most response tokens; `row`: tokens of this round; `routes`: by cache position."""
         self.seq_id, self.limit, self.num_prompt_tokens = rollout.seq_id, limit, len(rollout.prompt.tokens)
         self.tokens = [*rollout.prompt.tokens, *rollout.tokens]
-        self.routes = routes_by_position(rollout)
+        self.routes = [FREE] * (self.num_prompt_tokens - 1) + (rollout.routes or [FREE] * len(rollout.tokens))
         self.row = ChunkRow(rollout.seq_id, len(rollout.tokens), [], [], [], version)
 
     @property

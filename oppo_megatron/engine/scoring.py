@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from oppo_megatron.engine.round_state import CacheWorker, TakenUp, routes_by_position
+from oppo_megatron.engine.round_state import CacheWorker, TakenUp
 from oppo_megatron.mcore.device import memory_for, on_device, too_many_tokens
 from oppo_megatron.mcore.kv.sequence_cache import SequenceCache
 from oppo_megatron.mcore.model import RoleModel
@@ -28,7 +28,6 @@ ScorerRole = Literal["reward", "reference", "critic"]
 @dataclass
 class _ScoringRound:
     sequences: Mapping[int, list[int]] = field(default_factory=dict)
-    routes: Mapping[int, list[str]] = field(default_factory=dict)
     batches: Sequence[Batch] = ()
     done: Sequence[int] = ()
     taken: TakenUp | None = None
@@ -36,8 +35,8 @@ class _ScoringRound:
 
 
 class ScoringWorker(CacheWorker):
-    def __init__(self, role: ScorerRole, model: RoleModel, cache: SequenceCache, *, temperature: float, replays: bool = False):
-        super().__init__(model, cache, replays)
+    def __init__(self, role: ScorerRole, model: RoleModel, cache: SequenceCache, *, temperature: float):
+        super().__init__(model, cache)
         self.role, self.temperature = role, temperature
         self._round = _ScoringRound()
         self._outputs: dict[int, list[Tensor]] = {}
@@ -78,10 +77,8 @@ class ScoringWorker(CacheWorker):
     def begin(self, work: ReplicaWork, rollouts: Sequence[Rollout]) -> None:
         taken = TakenUp(self.cache, work)
         wanted = {g.seq_id for batch in work.prefill for g in batch}
-        rollouts = [r for r in rollouts if r.seq_id in wanted]
-        sequences = {r.seq_id: [*r.prompt.tokens, *r.tokens] for r in rollouts}
-        routes = {} if self._routed is None else {r.seq_id: routes_by_position(r) for r in rollouts}
-        self._round = _ScoringRound(sequences, routes, [self.in_slot_order(batch) for batch in work.prefill], work.done, taken)
+        sequences = {r.seq_id: [*r.prompt.tokens, *r.tokens] for r in rollouts if r.seq_id in wanted}
+        self._round = _ScoringRound(sequences, [self.in_slot_order(batch) for batch in work.prefill], work.done, taken)
 
     def end(self) -> None:
         for seq_id in self._round.done:
@@ -105,7 +102,7 @@ class ScoringWorker(CacheWorker):
         self._round.hidden = hidden
 
     def _prefill(self, batch: Batch) -> int:
-        self._round.hidden = self.append(batch, self._round.sequences, self._round.routes, self._round.hidden, self._round.taken)
+        self._round.hidden = self.append(batch, self._round.sequences, self._round.hidden, self._round.taken)
         return sum(g.new for g in batch)
 
     def _score(self, batch: Batch) -> int:

@@ -120,7 +120,7 @@ def ring_attention(q_SND: Tensor, k_SGD: Tensor, v_SGD: Tensor, scale: float, sh
     """Attend by transformer-engine, which sends keys and values while it computes; None if it cannot."""
     if q_SND.dtype == torch.float32 or not usable(TE):
         return None
-    attention = _ring(share.group, q_SND.shape[1], k_SGD.shape[1], q_SND.shape[2], scale)
+    attention = ring_of(share.group, q_SND.shape[1], k_SGD.shape[1], q_SND.shape[2], scale)
     longest = max(share.whole)
     try:
         out: Tensor = attention(
@@ -141,7 +141,7 @@ def connect_ring(groups: RoleGroups, device: torch.device) -> None:
 
 
 @cache
-def _ring(group: dist.ProcessGroup, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> Any:
+def ring_of(group: dist.ProcessGroup, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> Any:
     from transformer_engine.pytorch import DotProductAttention
 
     return DotProductAttention(

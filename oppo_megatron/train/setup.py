@@ -133,8 +133,7 @@ class RoleBuilder:
                     False
                 )
             temperature = config.algorithm.temperature(config.rollout.temperature)
-            replays = name == "reference" and config.reference is None and config.rollout.router_replay
-            workers[name] = ScoringWorker(name, model, self._cache(name, model), temperature=temperature, replays=replays)
+            workers[name] = ScoringWorker(name, model, self._cache(name, model), temperature=temperature)
         return workers
 
     def trained_roles(self, total_steps: int) -> dict[str, TrainedRole]:

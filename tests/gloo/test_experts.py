@@ -13,21 +13,16 @@ from transformers import AutoModelForCausalLM
 
 from oppo_megatron.config.model import ModelConfig, TrainingLayoutConfig
 from oppo_megatron.engine import round_runner
-from oppo_megatron.engine.executor import build_links
 from oppo_megatron.engine.generation import DecodeWorker
 from oppo_megatron.engine.sampler import Sampling
-from oppo_megatron.engine.scoring import ScoringWorker
 from oppo_megatron.engine.stopping import Stopping
 from oppo_megatron.layout.experts import Experts
-from oppo_megatron.layout.placements import RolePlacement
 from oppo_megatron.mcore.batch import join_rows, pack_responses
 from oppo_megatron.mcore.experts import ANY, replay
 from oppo_megatron.mcore.roles import load_role, load_training
 from oppo_megatron.mcore.training import forward_rows
 from oppo_megatron.mcore.weights.hf_source import read_shape
 from oppo_megatron.records import Prompt, Rollout
-from oppo_megatron.schedule.rounds import Site
-from tests.gloo import test_scoring
 from tests.gloo.models import CPU, save_small, world_groups
 from tests.gloo.test_generation import Variant, decode_round, finish, new_rounds
 from tests.support.ranks import run_ranks
@@ -40,8 +35,7 @@ def drawn_and_trained(
     directory: str, trained: str, tp: int, pp: int, num_prompts: int, sync_steps: int = 1, dtype: str = "float32",
     carried: int = 0, ep: int = 1,
 ) -> dict[str, Any]:  # fmt: skip
-    """Rollouts by `directory`, and log-probs by `trained` without and with the experts that drew them, in training and as the
-    reference's.
+    """Rollouts by `directory`, and log-probs by `trained` without and with the experts that drew them.
 
     With `ep`, the ranks of decoding are replicas then that divide the experts.  After `carried` tokens, `trained` draws the
     others.
@@ -55,27 +49,17 @@ def drawn_and_trained(
     with mock.patch.object(round_runner, "DecodeWorker", partial(DecodeWorker, keep_routes=True)):
         cache = model.new_cache(num_prompts)
         rounds = new_rounds(model, cache, Sampling(seed=3), Stopping((), LENGTH), tokens=64, sync_steps=sync_steps)
-    config = ModelConfig(checkpoint=Path(trained), dtype=dtype)
-    placement = RolePlacement(groups.ranks, groups.tp, groups.pp, groups.dp)
-    site = Site({"actor": placement, "reference": placement})
-    with (
-        mock.patch.object(test_scoring, "ScoringWorker", partial(ScoringWorker, replays=True)),
-        mock.patch.object(test_scoring, "TEMPERATURE", 1.0),
-    ):
-        reference = {"reference": load_role(config, groups, head="lm", **sizes)}
-        scorers = test_scoring.Scorers(reference, {"reference": 9}, build_links(site), site)
     if carried:
         decode_round(rounds, list(rollouts.values()), carried, 0, 0)
-        scorers.advance(list(rollouts.values()))  # a chunk
+        config = ModelConfig(checkpoint=Path(trained), dtype=dtype)
         model.begin_weight_update()
         model.load_state_dict(load_role(config, groups, head="lm", **sizes).state_dict())
         model.end_weight_update()
         rounds.actor_changed()
     finish(rounds, rollouts, Variant(max_steps=9))
-    scorers.advance(list(rollouts.values()))
     layout = TrainingLayoutConfig(sequence_parallel=True, ep=ep)
-    is_last_stage = groups.is_last_stage
     groups = groups if ep == 1 else world_groups(1, 1, ep=ep)
+    config = ModelConfig(checkpoint=Path(trained), dtype=dtype)
     chunks = load_training(config, layout, groups, head="lm", **sizes)
     responses = [r.tokens for r in rollouts.values()]
     found: dict[str, Any] = {"rollouts": [(r.prompt.tokens, r.tokens, r.logprobs, r.routes) for r in rollouts.values()]}
@@ -88,8 +72,6 @@ def drawn_and_trained(
         out = forward_rows(chunks, batches, lambda b, x: x.figures(b.targets_R).logp_R)
         if groups.is_last_stage and batches:
             found[way] = join_rows(out, list(map(len, responses)), batches)
-    if is_last_stage:
-        found["reference"] = scorers.workers["reference"].collect(list(rollouts.values()))
     return found
 
 
@@ -155,8 +137,7 @@ def test_training_takes_the_experts_of_decoding(tmp_path: Path, family: str, tp:
             for layer, forward in zip(trained.model.layers, before, strict=True):
                 router(layer).forward = forward
     assert answer["free"].tolist() == pytest.approx(free, abs=1e-4)
-    for way in ("replayed", "reference"):
-        assert answer[way].tolist() == pytest.approx(replayed, abs=1e-4)
+    assert answer["replayed"].tolist() == pytest.approx(replayed, abs=1e-4)
     assert (answer["replayed"] - answer["free"]).abs().max() > 0.05, "the routers of other weights choose other experts"
 
 
@@ -169,7 +150,6 @@ def test_a_carried_response_takes_its_experts_again_when_its_cache_is_recomputed
     later = torch.tensor([place >= 9 for _, tokens, _, _ in answer["rollouts"] for place in range(len(tokens))])
     drawn = torch.tensor([x for _, _, logprobs, _ in answer["rollouts"] for x in logprobs])
     assert answer["replayed"][later].tolist() == pytest.approx(drawn[later].tolist(), abs=1e-4)
-    assert answer["reference"].tolist() == pytest.approx(answer["replayed"].tolist(), abs=1e-4)
     assert (answer["free"] - drawn)[later].abs().max() > 0.05, "the routers of other weights choose other experts"
 
 
@@ -179,7 +159,6 @@ def test_in_bfloat16_log_probs_are_nearer_with_the_experts_of_decoding(tmp_path:
     where = {"directory": str(tmp_path), "trained": str(tmp_path), "tp": 1, "pp": 1, "dtype": "bfloat16"}
     (answer,) = run_ranks(1, JOB, **where, num_prompts=32)
     drawn = torch.tensor([x for _, _, logprobs, _ in answer["rollouts"] for x in logprobs])
-    free, *again = ((answer[way] - drawn).abs() for way in ("free", "replayed", "reference"))
-    print(family, [(x.mean().item(), x.quantile(0.99).item(), x.max().item()) for x in (free, *again)])
-    for replayed in again:
-        assert replayed.mean() < free.mean() and replayed.quantile(0.99) < 0.8 * free.quantile(0.99)
+    free, replayed = ((answer[way] - drawn).abs() for way in ("free", "replayed"))
+    print(family, [(x.mean().item(), x.quantile(0.99).item(), x.max().item()) for x in (free, replayed)])
+    assert replayed.mean() < free.mean() and replayed.quantile(0.99) < 0.8 * free.quantile(0.99)

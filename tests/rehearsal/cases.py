@@ -14,11 +14,15 @@ LORA = {"rank": 4, "targets": ["q_proj", "v_proj"]}
 
 @dataclass(frozen=True)
 class Case:
-    """Changes to the plain configuration of the command `oppo {kind}`; `ranks` processes take part."""
+    """Changes to the plain configuration of the command `oppo {kind}`; `ranks` processes take part.
+
+    `ring`: transformer-engine passes keys and values of context parallelism.
+    """
 
     ranks: int = 1
     changes: dict[str, Any] = field(default_factory=dict)
     kind: str = "train"
+    ring: bool = False
 
 
 SYNC_STEPS = 4
@@ -42,8 +46,8 @@ PREFERENCES: dict[str, Any] = {
 """Pairs, and their held-out rows, on a single rank."""
 
 
-def on_two(layout: dict[str, int], **changes: Any) -> Case:
-    return Case(2, {"placement": {"mode": "colocated", "actor": layout}} | changes)
+def on_two(layout: dict[str, int], *, ring: bool = False, **changes: Any) -> Case:
+    return Case(2, {"placement": {"mode": "colocated", "actor": layout}} | changes, ring=ring)
 
 
 CASES = {
@@ -60,6 +64,8 @@ CASES = {
     "dp 2, updated as tp 2": on_two({"dp": 2}, **{"actor.train": {"tp": 2, "sequence_parallel": True, "recompute": "full"}}),
     "dp 2, updated as cp 2": on_two(
         {"dp": 2}, **{"actor.train": {"cp": 2, "recompute": "selective"}, "critic.train": {"tp": 2, "dp": 1}}),
+    "dp 2, updated as cp 2 in a ring": on_two({"dp": 2}, ring=True, **{
+        "actor.train": {"cp": 2, "recompute": "full"}, "critic.train": {"tp": 2, "dp": 1}}),
     "updated as pp 2": on_two({"tp": 2}, **{"actor.train": {"tp": 1, "pp": 2}}),
     "updated as pp 2, interleaved": on_two({"pp": 2}, actor={"init": SHAPE | {"num_hidden_layers": 4}, "train": {"vpp": 2}}),
     "trained on another rank": Case(3,
@@ -84,5 +90,6 @@ CASES = {
     "pairs": Case(1, PAIRS), "pairs, dp 2": on_two({"dp": 2}, **PAIRS),
     "dpo": Case(1, {"dpo": {"loss": "sigmoid", "nll": 0.1}}, "dpo"), "sft, tp 2": Case(2, {"parallel": {"tp": 2}}, "sft"),
     "dpo, cp 2": Case(2, {"parallel": {"cp": 2}}, "dpo"),
+    "sft, cp 2 in a ring": Case(2, {"parallel": {"cp": 2}}, "sft", ring=True),
     "kto, tp 2": Case(2, {"dpo": {"loss": "kto"}, "parallel": {"tp": 2}}, "dpo"),
 }  # fmt: skip

@@ -16,7 +16,7 @@ from oppo_megatron.engine.scoring import ScoringWorker
 from oppo_megatron.mcore.kv import cached_plan
 from oppo_megatron.mcore.vocab import VocabShards
 from oppo_megatron.schedule.actions import Op, Payload
-from oppo_megatron.train import actor, roles
+from oppo_megatron.train import actor, roles, supervised
 from oppo_megatron.train.roles import TrainedRole
 from tests.rehearsal.device import Stream
 
@@ -226,6 +226,10 @@ DEFECTS = {
     "a batch of messages first": Defect("updated as pp 2", "batched messages are the first", without(roles, "use_once")),
     "neighbours that have not met": Defect("updated as pp 2, interleaved", "is made in the run's work",
         without(roles, "use_ring_once")),
+    "neighbours of a ring that have not met": Defect("dp 2, updated as cp 2 in a ring", "is made in the run's work",
+        without(roles, "connect_ring")),
+    "neighbours of a supervised ring that have not met": Defect("sft, cp 2 in a ring", "is made in the run's work",
+        without(supervised, "connect_ring"), {}),
     "a weight left on the host": Defect("dp 2, updated as tp 2", DEVICES_DIFFER, weight_left_on_the_host,
         {"checkpoint.every_steps": 0}),
     "a receive without a wait": Defect("colocated pp 2", "another stream has written, without a wait", receive_without_a_wait),

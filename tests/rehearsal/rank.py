@@ -36,7 +36,8 @@ from oppo_megatron.engine.executor import Executor
 from oppo_megatron.engine.generation import DecodeWorker
 from oppo_megatron.engine.scoring import ScoringWorker
 from oppo_megatron.engine.stream import ListenWorker
-from oppo_megatron.layout.kernels import TRITON
+from oppo_megatron.layout.kernels import TE, TRITON
+from oppo_megatron.mcore import context
 from oppo_megatron.mcore.kv import paged
 from oppo_megatron.mcore.training import TrainedModel
 from oppo_megatron.mcore.weights import weight_sync
@@ -83,8 +84,8 @@ def answering(peers: Peers) -> Callable[[dict[str, Any]], list[Report]]:
             settings = workspace.files(name, "pairs") | PREFERENCES | asked["changes"]
             work = partial(train_supervised, SUPERVISED[asked["kind"]](**settings))
         plant = DEFECTS[asked["defect"]].plant if asked.get("defect") else None
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        reports = forked([partial(rehearse, rank, size, store.port, peers, kept, work, plant) for rank in range(size)])
+        store, ring = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), asked.get("ring", False)
+        reports = forked([partial(rehearse, rank, size, store.port, peers, kept, work, plant, ring) for rank in range(size)])
         for report in reports:
             kept.update(report.pop("shapes", {}))
         _add_lost_messages(reports)
@@ -105,8 +106,9 @@ def _add_lost_messages(reports: list[Report]) -> None:
 
 
 def rehearse(
-    rank: int, size: int, port: int, peers: Peers, kept: dict[Any, Any], work: Work, plant: Callable[[], None] | None
-) -> Report:
+    rank: int, size: int, port: int, peers: Peers, kept: dict[Any, Any], work: Work, plant: Callable[[], None] | None,
+    ring: bool,
+) -> Report:  # fmt: skip
     """The work of this rank; `plant` breaks the product first.  `kept` is known of shapes before."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     watch, error = Watch(kept), None
@@ -118,6 +120,8 @@ def rehearse(
         _name_messages(peers)
         kernel = paged.PagedKernel(functools.partial(device.by_table, watch), functools.partial(device.turned, watch))
         paged.usable, paged.by_triton = lambda library: library == TRITON, lambda _: kernel
+        if ring:
+            context.usable, context.ring_of = lambda library: library == TE, device.ring_of
         if plant is not None:
             plant()
         with watch:

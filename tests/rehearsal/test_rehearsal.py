@@ -31,10 +31,12 @@ LONG = (
     "sinks and biased experts, tp 2, dense",
     "sinks and biased experts, dp 2, updated as ep 2",
     "dp 2, updated as tp 2",
+    "dp 2, updated as cp 2 in a ring",
     "updated as pp 2, interleaved",
     "remax",
     "kto, tp 2",
     "dpo, cp 2",
+    "sft, cp 2 in a ring",
 )
 """Beside others much like them these are rehearsed in `make gpu-rehearsal` and `make test-long` alone."""
 REHEARSED = [pytest.param(case, marks=pytest.mark.long) if case in LONG else case for case in CASES]
@@ -46,7 +48,13 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="needs g++, for torch
 class Rehearsals(Server):
     def of(self, case: str, defect: str | None = None) -> list[Report]:
         changes = CASES[case].changes | (DEFECTS[defect].changes if defect else {})
-        asked = {"ranks": CASES[case].ranks, "kind": CASES[case].kind, "changes": changes, "defect": defect}
+        asked = {
+            "ranks": CASES[case].ranks,
+            "kind": CASES[case].kind,
+            "changes": changes,
+            "defect": defect,
+            "ring": CASES[case].ring,
+        }
         reports: list[Report] = self.answer(asked)
         return reports
 
