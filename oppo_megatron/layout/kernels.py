@@ -20,6 +20,7 @@ ABSENT, ON_CUDA_ONLY = "is not installed", "it computes on CUDA devices only"
 USED = {
     TE: (
         "transformer_engine.pytorch:Linear",
+        "transformer_engine.pytorch:DotProductAttention",
         "transformer_engine.pytorch.fp8:FP8GlobalStateManager",
         "transformer_engine.pytorch.optimizers:FusedAdam",
     ),

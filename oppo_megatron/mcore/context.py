@@ -30,8 +30,8 @@ from oppo_megatron.mcore.groups import RoleGroups
 class SequenceShare:
     """This rank's share of packed sequences: the early and the late stretch of each in turn, as transformer-engine has them.
 
-    A last stretch is filled up with its sequence's last token.  `own`: tokens of every rank, `size`: filled up to a multiple of
-    `multiple`; `own_S`: their packed positions; `positions_S`: those in the sequences; `rows_R`: rows in this share, filled up
+    A sequence is filled up to equal stretches with its last token.  `own`: tokens of every rank; `size`: filled up to a multiple
+    of `multiple`; `own_S`: their packed positions; `positions_S`: those in the sequences; `rows_R`: rows in this share, filled up
     to as many on each rank; `chosen`: their indices among all rows.
     """
 
@@ -142,6 +142,7 @@ def connect_ring(groups: RoleGroups, device: torch.device) -> None:
 
 @cache
 def ring_of(group: dist.ProcessGroup, num_heads: int, num_kv_heads: int, head_dim: int, scale: float) -> Any:
+    """Transformer-engine's attention, by heads of this rank."""
     from transformer_engine.pytorch import DotProductAttention
 
     return DotProductAttention(

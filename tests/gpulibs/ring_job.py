@@ -74,7 +74,7 @@ def varlen_bwd(
     ends_q: Tensor, ends_k: Tensor, slopes: None, most_q: int, most_k: int, dropout: float, scale: float, zero: bool,
     causal: bool, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients by the given output and sums, which are those of all keys, not only of these."""
+    """Gradients by the given output and log-sums of all keys."""
     group = q.shape[1] // k.shape[1]
     for own, seen in sequences(ends_q, ends_k):
         p = (scores(q[own], k[seen], scale, causal) - log_sums[:, own, None]).exp()

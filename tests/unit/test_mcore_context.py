@@ -29,7 +29,7 @@ def test_every_token_and_row_has_one_place_and_sees_what_comes_before_it(size: i
         assert len({(share.own, share.size, len(share.rows_R)) for share in found}) == 1 and found[0].size % multiple == 0
         everywhere = torch.cat([share.own_S[: share.own] for share in found])  # packed positions on all ranks in turn
         for share in found:
-            first = held = 0  # the places of a stretch's keys are those of its sequence up to the stretch's end
+            first = held = 0
             stretches = zip(share.spans.new, share.spans.reach, strict=True)
             for number, (new, reach) in enumerate(stretches):
                 length, start = lengths[number // 2], firsts[number // 2]
